@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PEP 517 build backend: setuptools, after the launcher and the cubins have been built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_sdist,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.compat.py310 import tomllib
+
+from . import matrix, toolkit
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+_PROJECT = Path("pyproject.toml")
+
+
+def build_requirements() -> list[str]:
+    """Return the ``build`` extra, the headers that the launcher needs, and a toolkit where this machine lacks one."""
+    project = tomllib.loads(_PROJECT.read_text())["project"]
+    requirements = [*project["optional-dependencies"]["build"]]
+    requirements += [name for name in project["dependencies"] if name.startswith("apache-tvm-ffi")]
+    toolkits = toolkit.find()
+    try:
+        for unit in matrix.units(toolkit.selected_architectures()):
+            toolkit.choose(unit.architecture, toolkits)
+    except toolkit.BuildError:
+        requirements += toolkit.PIP_PACKAGES
+    return requirements
+
+
+def _build() -> None:
+    # Jinja and ninja exist only once the requirements above are installed.
+    from .build import build
+
+    build(progress=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    """Return what ``build_wheel`` needs besides setuptools."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *build_requirements()]
+
+
+def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
+    """Return what ``build_editable`` needs besides setuptools."""
+    return [*build_meta.get_requires_for_build_editable(config_settings), *build_requirements()]
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build launcher and cubins, then the wheel that carries them."""
+    _build()
+    # Setuptools would pack files of an earlier build that the project no longer has.
+    for stale in Path("build").glob("lib*"):
+        shutil.rmtree(stale)
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Build launcher and cubins into the checkout, then the wheel that points to it."""
+    _build()
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+class BdistWheel(bdist_wheel):
+    """Tags the wheel by platform alone: the launcher has a C interface, so any Python 3 loads it."""
+
+    def finalize_options(self) -> None:
+        """Count the launcher as an extension module, so that the wheel is not one for any platform."""
+        self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag: the oldest platform that the launcher loads on."""
+        from .build import DATA, MANIFEST
+        from .launcher import wheel_platform
+
+        manifest = json.loads((DATA / MANIFEST).read_text())
+        return "py3", "none", wheel_platform(manifest["launcher"]["compiler"])

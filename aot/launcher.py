@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the native launcher is compiled: with zig against an old glibc where it can be, else with the system compiler."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .render import NATIVE, PACKAGE, TEMPLATES
+from .toolkit import BuildError, dotted
+
+FILE = "libflashinfer_msa.so"
+GLIBC = (2, 28)
+"""Oldest glibc that a launcher built by zig loads on."""
+
+_FLAGS = ("-O2", "-s", "-shared", "-fPIC", "-std=c++17", "-fno-exceptions", "-fno-rtti")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: its name and version for the manifest, and how to call it."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+def find_compiler() -> Compiler:
+    """Return zig where its package is installed, else ``$CXX``, ``c++`` or ``g++``."""
+    if importlib.util.find_spec("ziglang"):
+        zig = (sys.executable, "-m", "ziglang")
+        version = subprocess.run([*zig, "version"], capture_output=True, text=True, check=True).stdout.strip()
+        glibc = dotted(GLIBC)
+        target = f"{platform.machine()}-linux-gnu.{glibc}"
+        return Compiler(f"zig {version}, glibc {glibc}", (*zig, "c++", "-target", target, "-nostdlib++"))
+    for name in (os.environ.get("CXX"), "c++", "g++"):
+        command = shlex.split(name or "")
+        if command and shutil.which(command[0]):
+            text = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+            return Compiler(text.splitlines()[0], (*command, "-Wl,--as-needed"))
+    raise BuildError("the launcher needs a C++ compiler: install one, or `pip install ziglang`")
+
+
+def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> list[str]:
+    """Return the command line that builds the launcher into ``output``."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("the launcher needs the headers of apache-tvm-ffi: `pip install apache-tvm-ffi`")
+    tvm_ffi = Path(spec.submodule_search_locations[0])
+    return [
+        *compiler.command,
+        *_FLAGS,
+        f"-ffile-prefix-map={PACKAGE}=.",
+        f"-I{tvm_ffi / 'include'}",
+        f"-I{templates}",
+        *map(str, sorted(NATIVE.glob("*.cc"))),
+        f"-L{tvm_ffi / 'lib'}",
+        "-ltvm_ffi",
+        "-ldl",
+        "-o",
+        output,
+    ]
+
+
+def identity(compiler: Compiler) -> str:
+    """Return what, besides its sources and this file, decides the bytes of a launcher."""
+    return f"{compiler.name}\ntvm-ffi {importlib.metadata.version('apache-tvm-ffi')}\n"
+
+
+def check(binary: bytes, compiler: Compiler) -> None:
+    """Refuse a launcher built by zig that needs a newer glibc than the wheel's platform tag promises."""
+    needed = {(int(found[1]), int(found[2])) for found in re.finditer(rb"GLIBC_(\d+)\.(\d+)", binary)}
+    if _is_zig(compiler.name) and max(needed, default=GLIBC) > GLIBC:
+        raise BuildError(f"the launcher needs glibc {dotted(max(needed))}, must load on {dotted(GLIBC)}")
+
+
+def wheel_platform(compiler_name: str) -> str:
+    """Return the platform tag of a wheel whose launcher ``compiler_name`` (as in the manifest) has built."""
+    tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}" if _is_zig(compiler_name) else "linux"
+    return f"{tag}_{platform.machine()}"
+
+
+def _is_zig(compiler_name: str) -> bool:
+    return compiler_name.startswith("zig ")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The build matrix as data: which cubins exist, from which template, with which kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import layout as layouts
+from ..layout import LAYOUTS, Layout
+from .tuning import decode_score_tuning
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One GPU architecture that cubins are compiled for.
+
+    ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` and ``dependent_launch`` say whether it has
+    ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90).
+    """
+
+    name: str
+    capability: tuple[int, int]
+    toolkit: tuple[int, int]
+    shared_bytes: int
+    bulk_copy: bool = True
+    dependent_launch: bool = True
+    tested_on: str = ""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_89", (8, 9), (12, 0), 99 * 1024, bulk_copy=False, dependent_launch=False),
+        Architecture("sm_90a", (9, 0), (12, 0), 227 * 1024, tested_on="H200"),
+        Architecture("sm_100a", (10, 0), (12, 8), 227 * 1024),
+        Architecture("sm_103a", (10, 3), (12, 9), 227 * 1024),
+        Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of a cubin: the role the launcher looks it up by, and its launch shape."""
+
+    role: str
+    symbol: str
+    threads: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One cubin: a template rendered for an architecture, and for a layout where it is specialised by one."""
+
+    architecture: Architecture
+    layout: Layout | None
+    template: str
+    kernels: tuple[Kernel, ...]
+    context: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """File stem of the cubin within its architecture's folder."""
+        return self.layout.name if self.layout else "common"
+
+
+_CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
+
+
+def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
+    tuning = decode_score_tuning(arch.name, layout.name)
+    query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
+    ring = tuning.warps * tuning.stages * tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes
+    staging = tuning.warps * layouts.MAX_QUERY_LEN * layouts.NUM_HEADS * 4 * 4
+    barriers = tuning.warps * tuning.stages * 8
+    shared = ring + staging + barriers
+    return Unit(
+        architecture=arch,
+        layout=layout,
+        template="decode_score.cu.j2",
+        kernels=tuple(
+            Kernel(f"decode_score_{n}", f"msa_icp_decode_score_{layout.name}_n{n}", tuning.warps * 32, shared)
+            for n in query_tiles
+        ),
+        context={
+            **_CONSTANTS, "arch": arch, "layout": layout, "tuning": tuning, "query_tiles": query_tiles, "shared": shared,
+        },
+    )  # fmt: skip
+
+
+def _common_unit(arch: Architecture) -> Unit:
+    return Unit(
+        architecture=arch,
+        layout=None,
+        template="common.cu.j2",
+        kernels=(
+            Kernel("select_publish_legacy", "msa_icp_select_publish_legacy", 256),
+            Kernel("select_publish_tagged", "msa_icp_select_publish_tagged", 256),
+            Kernel("merge_legacy", "msa_icp_merge_legacy", 32),
+            Kernel("merge_tagged", "msa_icp_merge_tagged", 32),
+            Kernel("merge_exchanged", "msa_icp_merge_exchanged", 32),
+        ),
+        context={**_CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES},
+    )
+
+
+def units(architectures: Iterable[str] | None = None) -> list[Unit]:
+    """Every cubin of the named architectures (all by default), in a fixed order."""
+    names = list(ARCHITECTURES) if architectures is None else list(architectures)
+    unknown = [name for name in names if name not in ARCHITECTURES]
+    if unknown:
+        raise ValueError(f"architectures must be among {list(ARCHITECTURES)}, were {unknown}")
+    return [
+        unit
+        for name in names
+        for unit in (
+            *(_decode_unit(ARCHITECTURES[name], layout) for layout in LAYOUTS.values()),
+            _common_unit(ARCHITECTURES[name]),
+        )
+    ]

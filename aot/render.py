@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns units of the build matrix into CUDA source, and sources into the digests that identify a build."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from .. import layout
+from .matrix import Unit, units
+from .toolkit import compile_flags
+
+PACKAGE = Path(layout.__file__).resolve().parent
+"""The installed or checked-out ``flashinfer_msa`` folder."""
+TEMPLATES = PACKAGE / "templates"
+NATIVE = PACKAGE / "native"
+
+
+@lru_cache
+def _environment(templates: Path) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(templates),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def render(unit: Unit, templates: Path = TEMPLATES) -> str:
+    """Return the CUDA source of ``unit``: one self-contained translation unit."""
+    return _environment(templates).get_template(unit.template).render(unit.context)
+
+
+def source_digest(unit: Unit, templates: Path = TEMPLATES) -> str:
+    """Return the SHA-256 of everything but the toolkit that decides the bytes of a unit's cubin."""
+    digest = hashlib.sha256("\0".join(compile_flags(unit.architecture)).encode())
+    digest.update(b"\0" + render(unit, templates).encode())
+    return digest.hexdigest()
+
+
+def launcher_sources(templates: Path = TEMPLATES) -> list[Path]:
+    """Return the launcher's sources and headers in a fixed order."""
+    return [*sorted([*NATIVE.glob("*.cc"), *NATIVE.glob("*.h")]), templates / "params.h"]
+
+
+def launcher_digest(templates: Path = TEMPLATES) -> str:
+    """Return the SHA-256 of the native launcher's sources, names included."""
+    digest = hashlib.sha256()
+    for path in launcher_sources(templates):
+        digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def tree_digest(architecture: str, templates: Path = TEMPLATES) -> str:
+    """Return the SHA-256 over every source that runs on one architecture: its kernels and the launcher.
+
+    Evidence from a GPU is filed under this digest, so that it expires when code that ran there changes, and only then.
+    """
+    digest = hashlib.sha256(launcher_digest(templates).encode())
+    for unit in units([architecture]):
+        digest.update(f"{unit.name}\0{source_digest(unit, templates)}\0".encode())
+    return digest.hexdigest()

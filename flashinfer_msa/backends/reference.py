@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specification as code: every operation in plain torch, on any device.
+
+Nothing here is fast on purpose. A function may allocate and synchronize, and expects arguments that ``msa_ops`` has
+checked. ``T`` is a number of query tokens, ``K`` a number of score columns, ``R`` the key rows of a local page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from flashinfer_msa.layout import HEAD_DIM, MAX_BLOCKS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, TAGGED_WORDS, TOP_K, Layout
+from flashinfer_msa.runtime.fault import Fault
+
+_PAGES_PER_CHUNK = 1024
+"""Pages scored at once: at most 128 MiB of float64 keys."""
+_FORCED, _CANDIDATE, _DROPPED = 0, 1, 2
+"""Classes of a selection; a lower one ranks first whatever its score."""
+
+
+def decode_index_score(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    score_out: torch.Tensor,
+    *,
+    layout: Layout,
+    rank: int,
+    decode_query_len: int,
+) -> None:
+    """Score the local keys of every page column for the last ``decode_query_len`` tokens of each request.
+
+    ``index_q`` e4m3 ``[T, 4, 128]``, ``index_k`` e4m3 ``[pages, R, 128]``, ``block_table`` int32 ``[B, columns]``,
+    ``seq_lens`` int32 ``[B]``, ``score_out`` float32 ``[T, 4, K]`` with ``T == B * decode_query_len``. Of a request's
+    rows, the columns of the pages that its keys fill, rounded up to a multiple of 4, are written and no others.
+    """
+    page, columns = layout.page_size, score_out.shape[-1]
+    keys_covered = page * min(columns, block_table.shape[1])
+    first_row = layout.global_key(rank, 0, 0)
+    row_position = first_row + layout.row_stride * torch.arange(layout.rows, device=index_q.device)
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        length = min(max(seq_len, 0), keys_covered)
+        pages = math.ceil(length / page)
+        tokens = slice(request * decode_query_len, (request + 1) * decode_query_len)
+        out = score_out[tokens, :, : min(columns, math.ceil(pages / 4) * 4)]
+        out.fill_(-torch.inf)
+        query = index_q[tokens].flatten(0, 1).double()
+        query_position = seq_len - decode_query_len + torch.arange(decode_query_len, device=index_q.device)
+        for start in range(0, pages, _PAGES_PER_CHUNK):
+            stop = min(start + _PAGES_PER_CHUNK, pages)
+            # Few backends index float8, so the gather is one of bytes.
+            keys = index_k.view(torch.uint8)[block_table[request, start:stop].long()].view(index_k.dtype)
+            # Exact: a product has 8 significant bits, and 128 of them span fewer than the 53 of a float64.
+            dots = (query @ keys.reshape(-1, HEAD_DIM).double().T).float()
+            dots = dots.view(decode_query_len, NUM_HEADS, stop - start, layout.rows)
+            key_position = page * torch.arange(start, stop, device=index_q.device)[:, None] + row_position
+            # Query positions end below seq_len, and where the length was clamped, so do the pages.
+            unseen = key_position > query_position[:, None, None]
+            ignored = unseen[:, None] | dots.isnan()
+            # Adding zero turns -0.0 into +0.0.
+            out[:, :, start:stop] = dots.masked_fill(ignored, -torch.inf).amax(-1) + 0.0
+
+
+def select_rows(
+    scores: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    *,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    index_scale: int,
+    index_offset: int,
+) -> torch.Tensor:
+    """Return the 16 best blocks of each row of ``scores`` float32 ``[T, 4, K]`` as int32 ``[T, 4, 32]``.
+
+    Words 0..15 are raw score bits and words 16..31 global block ids, ascending by id; unused places are ``(-inf, -1)``
+    at the end. ``num_valid_pages`` int32 ``[T]`` counts the global blocks that each token sees.
+    """
+    ids = index_offset + index_scale * torch.arange(scores.shape[-1], device=scores.device)
+    valid = num_valid_pages.long()[:, None, None]
+    classes = _classes(ids, valid, force_begin_blocks, force_end_blocks).expand(scores.shape)
+    best = _ranking(_sort_key(scores), classes)[..., :TOP_K]
+    chosen = classes.gather(-1, best) != _DROPPED
+    # Columns ascend with ids: sorting the chosen columns sorts the row, with the unused places pushed to the end.
+    best, order = best.masked_fill(~chosen, scores.shape[-1]).sort(dim=-1)
+    chosen = chosen.gather(-1, order)
+    best = best.masked_fill(~chosen, 0)
+    rows = torch.empty(*scores.shape[:-1], 2, TOP_K, dtype=torch.int32, device=scores.device)
+    rows[..., 0, :] = torch.tensor(-torch.inf).view(torch.int32)
+    rows[..., 1, :] = -1
+    places = best.shape[-1]
+    rows[..., 0, :places] = torch.where(chosen, scores.view(torch.int32).gather(-1, best), rows[..., 0, :places])
+    rows[..., 1, :places] = torch.where(chosen, ids[best].int(), rows[..., 1, :places])
+    return rows.flatten(-2)
+
+
+def topk_select_publish(
+    scores: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    recv_bases: torch.Tensor,
+    errors: torch.Tensor,
+    *,
+    slot: int,
+    rank: int,
+    world_size: int,
+    heads_per_rank: int,
+    capacity: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    spin_limit: int,
+    generations: torch.Tensor | None,
+    index_scale: int,
+    index_offset: int,
+) -> None:
+    """Select as ``select_rows`` and store each row in the receive rows of the rank that owns its head.
+
+    ``recv_bases`` int64 ``[W]`` holds the address of every rank's legacy rows int32 ``[3, W, hpr, capacity, 33]``, or,
+    with ``generations`` int32 ``[3, 4, capacity]``, of its tagged rows int64 ``[3, W, hpr, capacity, 32]``. A legacy
+    row that its owner has not released can never become free in here: it raises before anything is written.
+    """
+    words = select_rows(
+        scores,
+        num_valid_pages,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        index_scale=index_scale,
+        index_offset=index_offset,
+    )
+    tokens = scores.shape[0]
+    # Head-major like the receive rows: [owner, owned head, token, word].
+    words = words.transpose(0, 1).unflatten(0, (world_size, heads_per_rank))
+    dtype, width = (torch.int32, ROW_WORDS) if generations is None else (torch.int64, TAGGED_WORDS)
+    shape = (NUM_SLOT_SETS, world_size, heads_per_rank, capacity, width)
+    received = [
+        _rows_at(base, shape, dtype, recv_bases.device.type)[slot, rank, :, :tokens] for base in recv_bases.tolist()
+    ]
+    if generations is not None:
+        counters = generations[slot, :, :tokens]
+        counters += 1
+        words = _tag(words, counters.unflatten(0, (world_size, heads_per_rank)))
+        for rows, payload in zip(received, words, strict=True):
+            rows.copy_(payload)
+        return
+    for owner, rows in enumerate(received):
+        full = (rows[..., -1] != 0).nonzero()
+        if len(full):
+            _give_up(errors, "publish", "legacy", rank, slot, owner, *full[0].tolist(), spin_limit)
+    for rows, payload in zip(received, words, strict=True):
+        rows[..., :-1].copy_(payload)
+        rows[..., -1] = 1
+
+
+def merge_candidates(
+    recv_slot: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    output: torch.Tensor,
+    errors: torch.Tensor,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int,
+    expected_generations: torch.Tensor | None,
+    prefill: bool,
+    rank: int | None = None,
+    slot: int | None = None,
+) -> None:
+    """Merge the rows that ``W`` ranks sent for the heads owned here into the 16 best blocks of each.
+
+    ``recv_slot`` is one slot set: int32 ``[W, hpr, capacity, 33]``, or int64 ``[W, hpr, capacity, 32]`` with
+    ``expected_generations`` int32 ``[hpr, capacity]``. ``output`` int32 ``[T, hpr, 16]`` gets ids in ascending order
+    and a tail of -1. A row that has not arrived never will in here: it raises before anything is written. ``prefill``
+    reads an exchanged carrier, whose flags mean nothing.
+    """
+    tokens = num_valid_pages.numel()
+    rows = recv_slot[:, :, :tokens]
+    if expected_generations is not None:
+        expected = expected_generations[:, :tokens]
+        generation, words = (rows >> 32).int(), _low_word(rows)
+        missing = (generation != (expected + 1)[..., None]).any(-1)
+    else:
+        words = rows
+        missing = (rows[..., -1] != 1) & (not prefill)
+    absent = missing.nonzero()
+    if len(absent):
+        form: Literal["legacy", "tagged"] = "legacy" if expected_generations is None else "tagged"
+        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist(), spin_limit)
+
+    # [W, hpr, T, 16] -> [T, hpr, W * 16]
+    scores = words[..., :TOP_K].view(torch.float32).permute(2, 1, 0, 3).flatten(-2)
+    ids = words[..., TOP_K : 2 * TOP_K].permute(2, 1, 0, 3).flatten(-2).long()
+    key = _sort_key(scores)
+    # Ascending ids with the best score of each first: equal neighbours are the duplicates.
+    order = _ranking(key, ids)
+    ids, key = ids.gather(-1, order), key.gather(-1, order)
+    classes = _classes(ids, num_valid_pages.long()[:, None, None], init_blocks, local_blocks)
+    classes[..., 1:].masked_fill_(ids[..., 1:] == ids[..., :-1], _DROPPED)
+    best = _ranking(key, classes)[..., :TOP_K]
+    dropped = classes.gather(-1, best) == _DROPPED
+    chosen = ids.gather(-1, best).masked_fill(dropped, MAX_BLOCKS).sort(dim=-1).values
+    chosen.masked_fill_(chosen == MAX_BLOCKS, -1)
+    if prefill:
+        chosen[num_valid_pages == 0, :, 0] = 0
+    output.copy_(chosen)
+    if expected_generations is not None:
+        expected += 1
+    elif not prefill:
+        rows[..., -1] = 0
+
+
+def _classes(ids: torch.Tensor, valid: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Class of each block id: the ``first`` and ``last`` of the ``valid`` blocks are forced, ids beyond are dropped."""
+    forced = (ids < first) | (ids >= valid - last)
+    dropped = (ids < 0) | (ids >= valid.clamp(max=MAX_BLOCKS))
+    return torch.where(dropped, _DROPPED, torch.where(forced, _FORCED, _CANDIDATE))
+
+
+def _sort_key(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as they compare: NaN as -inf, and -0.0 equal to +0.0."""
+    return scores.masked_fill(scores.isnan(), -torch.inf) + 0.0
+
+
+def _ranking(key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Indices that order the last axis by class, then key descending, then place."""
+    by_key = key.sort(dim=-1, descending=True, stable=True).indices
+    return by_key.gather(-1, classes.gather(-1, by_key).sort(dim=-1, stable=True).indices)
+
+
+def _tag(words: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
+    """Tagged words int64 ``[..., 32]`` of int32 words ``[..., 32]`` and generations ``[...]``."""
+    return generations.long()[..., None] << 32 | words.long() & 0xFFFFFFFF
+
+
+def _low_word(tagged: torch.Tensor) -> torch.Tensor:
+    """The int32 in the low half of each int64."""
+    return (tagged << 32 >> 32).int()
+
+
+def _give_up(
+    errors: torch.Tensor,
+    wait: Literal["publish", "merge"],
+    form: Literal["legacy", "tagged"],
+    rank: int | None,
+    slot: int | None,
+    peer: int,
+    head: int,
+    row: int,
+    polls: int,
+) -> NoReturn:
+    """Count and raise a wait that nothing can satisfy."""
+    errors[0] += 1
+    raise RuntimeError(str(Fault(wait, form, rank, slot, peer, head, row, polls, errors.device.index)))
+
+
+class _DeviceMemory:
+    """Device memory at an address, in the form torch imports without a copy."""
+
+    def __init__(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(shape),
+            "typestr": f"<i{dtype.itemsize}",
+        }
+
+
+def _rows_at(address: int, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
+    """Return the integer tensor that lies at an address of this process; the caller keeps its memory alive."""
+    if device_type == "cuda":
+        return torch.as_tensor(_DeviceMemory(address, shape, dtype))
+    buffer = (ctypes.c_byte * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).view(*shape)

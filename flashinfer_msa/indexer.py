@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade: one rank's indexer, built once from the serving limits and used by every layer of every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .backends import find_backend
+from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, find_layout
+from .sizing import (
+    ceil_div,
+    msa_icp_comm_layout,
+    msa_icp_decode_score_columns,
+    msa_icp_index_score_columns,
+    msa_icp_prefill_pool_bytes,
+    require_int,
+    require_page_size,
+    require_world_size,
+)
+
+_SPIN_LIMIT = 1 << 26
+_MAX_WINDOW_TOKENS = 8192
+_SCRATCH_BUDGET_BYTES = 256 << 20
+_CHUNK_TOKENS = 128
+_PITCH_COLUMNS = 16
+_COMM_FIELDS = (
+    "recv", "tagged_recv", "recv_bases", "tagged_recv_bases", "publish_generations", "expected_generations", "errors",
+)  # fmt: skip
+
+
+class MSAIcpIndexerPlan:
+    """One rank's indexer. Made by :func:`prepare_msa_icp_indexer`; no method allocates or synchronizes.
+
+    Attributes
+    ----------
+    world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, max_decode_query_len, \
+max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit
+        As given to the constructor function, ``device`` with its index filled in.
+    arch : str
+        Architecture of the cubins that serve the device, such as ``"sm_90a"``; with ``backend="torch"`` the device type.
+    heads_per_rank : int
+        Heads whose selection this rank owns, ``4 / world_size``.
+    index_scale, index_offset : int
+        Local score column ``c`` is global block ``c * index_scale + index_offset``.
+    comm_layout : dict
+        ``msa_icp_comm_layout(world_size, heads_per_rank, max_decode_tokens)``.
+    decode_score_columns, prefill_score_columns : int
+        Score columns of a decode step; row pitch of a prefill window's scores (columns rounded up to 16).
+    max_prefill_windows : int
+        Windows that a step of ``max_num_batched_tokens`` may take.
+    fused_decode_min_batch, fused_prefill, prefill_short_tokens
+        When the fused chains are the default: ``None``, ``False`` and ``0``, for never.
+    """
+
+    def __init__(
+        self, *, world_size: int, rank: int, num_index_heads: int, page_size: int, init_blocks: int,
+        local_blocks: int, max_decode_tokens: int, max_decode_query_len: int, max_num_batched_tokens: int,
+        max_num_seqs: int, max_model_len: int, num_sparse_layers: int, device: Any, backend: str, spin_limit: int,
+    ) -> None:  # fmt: skip
+        implementation = find_backend(backend)
+        self.world_size = require_world_size(world_size)
+        self.rank = require_int("rank", rank, 0, world_size - 1)
+        self.num_index_heads = require_int("num_index_heads", num_index_heads, NUM_HEADS, NUM_HEADS)
+        self.page_size = require_page_size(page_size)
+        self.init_blocks = require_int("init_blocks", init_blocks, 0, MAX_FORCED_BLOCKS)
+        self.local_blocks = require_int("local_blocks", local_blocks, 0, MAX_FORCED_BLOCKS)
+        if init_blocks + local_blocks > MAX_FORCED_BLOCKS:
+            raise ValueError(
+                f"init_blocks + local_blocks must be at most {MAX_FORCED_BLOCKS}, was {init_blocks} + {local_blocks}"
+            )
+        self.max_decode_tokens = require_int("max_decode_tokens", max_decode_tokens, 1)
+        self.max_decode_query_len = require_int("max_decode_query_len", max_decode_query_len, 1, MAX_QUERY_LEN)
+        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, 1)
+        self.max_model_len = require_int("max_model_len", max_model_len, 1)
+        self.num_sparse_layers = require_int("num_sparse_layers", num_sparse_layers, 1)
+        self.spin_limit = require_int("spin_limit", spin_limit, 1, 2**31 - 1)
+        self.backend = backend
+        self.device, self.arch = implementation.resolve_device(device)
+
+        self.layout = find_layout(page_size, world_size)
+        self.heads_per_rank = self.layout.heads_per_rank
+        self.index_scale = self.layout.index_scale
+        self.index_offset = self.layout.index_offset(rank)
+        self.comm_layout = msa_icp_comm_layout(world_size, self.heads_per_rank, max_decode_tokens)
+        self.decode_score_columns = msa_icp_decode_score_columns(max_model_len, page_size)
+        self.prefill_score_columns = self._pitch(max_model_len)
+        self.max_prefill_windows = ceil_div(max_num_batched_tokens, self._chunk(self.prefill_score_columns))
+        self.fused_decode_min_batch: int | None = None
+        self.fused_prefill = False
+        self.prefill_short_tokens = 0
+        # What every launch of the decode chain takes from the plan, in the launcher's order.
+        self.chain_numbers = (
+            rank, world_size, self.heads_per_rank, max_decode_tokens, init_blocks, local_blocks, spin_limit,
+        )  # fmt: skip
+        self._backend = implementation
+        self._checked_comm: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"MSAIcpIndexerPlan({self.layout.title}, rank {self.rank} of {self.world_size}, {self.device}, "
+            f"backend={self.backend!r})"
+        )
+
+    def _pitch(self, max_seq_len: int) -> int:
+        columns = msa_icp_index_score_columns(max_seq_len, self.page_size)
+        return ceil_div(columns, _PITCH_COLUMNS) * _PITCH_COLUMNS
+
+    @staticmethod
+    def _chunk(pitch: int) -> int:
+        tokens = _SCRATCH_BUDGET_BYTES // (5 * NUM_HEADS * pitch)
+        return min(_MAX_WINDOW_TOKENS, max(_CHUNK_TOKENS, tokens // _CHUNK_TOKENS * _CHUNK_TOKENS))
+
+    def decode_scores_shape(self) -> tuple[int, int, int]:
+        """Shape of the decode score plane, float32 ``(max_decode_tokens, 4, decode_score_columns)``."""
+        return (self.max_decode_tokens, NUM_HEADS, self.decode_score_columns)
+
+    def prefill_scratch_shape(self, max_seq_len: int | None = None) -> tuple[int, int, int]:
+        """Shape of a prefill window's score scratch, float32 ``(tokens, 4, pitch)``.
+
+        ``max_seq_len`` is the longest key length of the windows it serves, ``max_model_len`` by default. The tokens are
+        as many as 256 MiB hold, counting 5 bytes a score, in multiples of 128, from 128 to 8192.
+        """
+        limit = self.max_model_len if max_seq_len is None else require_int("max_seq_len", max_seq_len, 1)
+        pitch = self._pitch(limit)
+        return (min(self._chunk(pitch), self.max_num_batched_tokens), NUM_HEADS, pitch)
+
+    def prefill_window_tokens(self) -> int:
+        """Query tokens that a prefill window holds at most."""
+        return min(_MAX_WINDOW_TOKENS, self.max_num_batched_tokens)
+
+    def prefill_pool_shape(self) -> tuple[int]:
+        """Shape of the fused prefill chain's pool, uint8."""
+        return (
+            msa_icp_prefill_pool_bytes(
+                total_q=self.prefill_window_tokens(), batch=self.max_num_seqs, device=self.device
+            ),
+        )
+
+    def prefill_carrier_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a step's carriers, int32 ``(2, 4, max_num_batched_tokens, 33)``: one sent, one received."""
+        return (2, NUM_HEADS, self.max_num_batched_tokens, ROW_WORDS)
+
+    def warmup(self) -> None:
+        """Make every kernel resident on the device.
+
+        Run it on every rank before the first exchange, and before a CUDA graph is captured: a kernel that loads lazily
+        while a peer's merge spins stalls both.
+        """
+        self._backend.warmup(self.device)
+
+    def check_comm(self, comm: Any) -> None:
+        """Raise ``ValueError`` unless ``comm`` is receive storage for this rank.
+
+        It has ``recv``, ``tagged_recv``, ``recv_bases``, ``tagged_recv_bases``, ``publish_generations``,
+        ``expected_generations`` and ``errors``, contiguous tensors on the plan's device with the shapes and dtypes of
+        ``comm_layout``, and the tagged rows follow the legacy rows in one storage.
+        """
+        sizes = self.comm_layout
+        want: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
+            "recv": (torch.int32, sizes["legacy_shape"]),
+            "tagged_recv": (torch.int64, sizes["tagged_shape"]),
+            "recv_bases": (torch.int64, (self.world_size,)),
+            "tagged_recv_bases": (torch.int64, (self.world_size,)),
+            "publish_generations": (torch.int32, sizes["generations_shape"]),
+            "expected_generations": (torch.int32, sizes["expected_shape"]),
+            "errors": (torch.int32, None),
+        }
+        for name, (dtype, shape) in want.items():
+            field = getattr(comm, name, None)
+            if not isinstance(field, torch.Tensor):
+                raise ValueError(f"comm.{name} must be a tensor, was {field!r}")
+            if field.dtype is not dtype:
+                raise ValueError(f"comm.{name} must be {dtype}, was {field.dtype}")
+            if shape is not None and tuple(field.shape) != tuple(shape):
+                raise ValueError(f"comm.{name} must have shape {tuple(shape)}, was {tuple(field.shape)}")
+            if shape is None and (field.dim() != 1 or field.numel() < 1):
+                raise ValueError(f"comm.{name} must have one dimension and an element, had shape {tuple(field.shape)}")
+            if field.device != self.device:
+                raise ValueError(f"comm.{name} must be on {self.device}, was on {field.device}")
+            if not field.is_contiguous():
+                raise ValueError(f"comm.{name} must be contiguous, had strides {field.stride()}")
+        offset = comm.tagged_recv.data_ptr() - comm.recv.data_ptr()
+        one_storage = comm.tagged_recv.untyped_storage().data_ptr() == comm.recv.untyped_storage().data_ptr()
+        if not one_storage or offset != sizes["tagged_offset_bytes"]:
+            raise ValueError(
+                f"comm.tagged_recv must follow comm.recv in one storage, at {sizes['tagged_offset_bytes']} bytes, was "
+                f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
+            )
+        self._checked_comm = tuple(getattr(comm, name) for name in _COMM_FIELDS)
+
+    def _require_comm(self, comm: Any) -> None:
+        checked = self._checked_comm
+        if not checked or any(
+            getattr(comm, name, None) is not field for name, field in zip(_COMM_FIELDS, checked, strict=True)
+        ):
+            self.check_comm(comm)
+
+    def _require_form(self, slot: int, tagged: bool) -> None:
+        if not isinstance(tagged, bool):
+            raise ValueError(f"tagged must be True or False, was {tagged!r}")
+        if tagged and self.num_sparse_layers < 2:
+            raise ValueError(
+                f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two uses "
+                "of a slot set must be at least two layers apart"
+            )
+        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+
+    def decode(
+        self, index_q: torch.Tensor, index_k: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+        num_valid_pages: torch.Tensor, scores: torch.Tensor, output: torch.Tensor, *, comm: Any, slot: int,
+        tagged: bool, decode_query_len: int, enable_pdl: bool = True,
+    ) -> None:  # fmt: skip
+        """One layer's decode chain: score, select and publish, merge.
+
+        Parameters
+        ----------
+        index_q : torch.Tensor
+            float8_e4m3fn ``[T, 4, 128]``, contiguous, ``T = B * decode_query_len <= max_decode_tokens``. Token ``j`` of
+            request ``b`` is row ``b * decode_query_len + j`` and stands at ``seq_lens[b] - decode_query_len + j``.
+        index_k : torch.Tensor
+            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that is
+            a multiple of 16 bytes.
+        block_table : torch.Tensor
+            int32 ``[B, columns]``, unit last stride: page of each page column of a request.
+        seq_lens : torch.Tensor
+            int32 ``[B]``, key tokens of each request, the new ones included.
+        num_valid_pages : torch.Tensor
+            int32 ``[T]``, B128 blocks that each token may select, 0 for padding.
+        scores : torch.Tensor
+            float32 ``[at least T, 4, columns]``, scratch; see ``decode_scores_shape``.
+        output : torch.Tensor
+            int32 ``[T, heads_per_rank, 16]``: the selected blocks of the heads that this rank owns, ascending, with a
+            tail of -1.
+        comm
+            Receive storage, such as ``flashinfer_msa.comm`` makes; checked once, and again when a field changes.
+        slot : int
+            Slot set of the layer, 0 to 2: a counter that runs over all layers of all steps, modulo 3.
+        tagged : bool
+            Tagged rows rather than legacy ones. Needs two sparse layers at least.
+        decode_query_len : int
+            Query tokens of each request, 1 to ``max_decode_query_len``.
+        enable_pdl : bool
+            Launch each kernel as a programmatic dependent of the one before. Then the kernel launched just before this
+            call may write the query and the newest page, but not ``seq_lens``, ``block_table`` or pages that end at or
+            before ``seq_len - decode_query_len``.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described; nothing has been launched then.
+        RuntimeError
+            If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
+        """
+        self._require_comm(comm)
+        self._require_form(slot, tagged)
+        publish = (index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, (num_valid_pages, output))
+
+    def decode_publish(
+        self, index_q: torch.Tensor, index_k: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+        num_valid_pages: torch.Tensor, scores: torch.Tensor, *, comm: Any, slot: int, tagged: bool,
+        decode_query_len: int, enable_pdl: bool = True,
+    ) -> None:  # fmt: skip
+        """The first half of :meth:`decode`: score, select and publish. Arguments are those of ``decode``.
+
+        Ranks that share a stream run all publishes of a layer before any merge.
+        """
+        self._require_comm(comm)
+        self._require_form(slot, tagged)
+        publish = (index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, None)
+
+    def decode_merge(
+        self, num_valid_pages: torch.Tensor, output: torch.Tensor, *, comm: Any, slot: int, tagged: bool,
+        enable_pdl: bool = True,
+    ) -> None:  # fmt: skip
+        """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
+        self._require_comm(comm)
+        self._require_form(slot, tagged)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, None, (num_valid_pages, output))
+
+
+def prepare_msa_icp_indexer(
+    *, world_size: int, rank: int, num_index_heads: int, page_size: int, init_blocks: int, local_blocks: int,
+    max_decode_tokens: int, max_decode_query_len: int, max_num_batched_tokens: int, max_num_seqs: int,
+    max_model_len: int, num_sparse_layers: int, device: Any, spin_limit: int = _SPIN_LIMIT, backend: str = "cake",
+) -> MSAIcpIndexerPlan:  # fmt: skip
+    """Prepare one rank's indexer from the serving limits.
+
+    Parameters
+    ----------
+    world_size, rank : int
+        Size of the tensor-parallel group, 2 or 4, and this process's place in it.
+    num_index_heads : int
+        Index heads of the model, 4.
+    page_size : int
+        Tokens of a K-cache page, 128 or 256.
+    init_blocks, local_blocks : int
+        Blocks at the start and at the end of a token's context that are always selected; at most 16 together.
+    max_decode_tokens : int
+        Decode query tokens of a step, at most; the capacity of a receive slot set.
+    max_decode_query_len : int
+        Query tokens per decode request, at most 8.
+    max_num_batched_tokens, max_num_seqs, max_model_len : int
+        The server's limits: prefill tokens of a step, segments, tokens of a sequence.
+    num_sparse_layers : int
+        Layers that run the indexer.
+    device : torch.device
+        Device of the rank.
+    spin_limit : int
+        Polls after which a wait for a peer gives up and ends the CUDA context.
+    backend : str
+        ``"cake"`` for prebuilt kernels, ``"torch"`` for the reference.
+
+    Returns
+    -------
+    MSAIcpIndexerPlan
+
+    Raises
+    ------
+    ValueError
+        If a limit is out of range, or no kernels are installed for the device.
+    """
+    return MSAIcpIndexerPlan(
+        world_size=world_size, rank=rank, num_index_heads=num_index_heads, page_size=page_size,
+        init_blocks=init_blocks, local_blocks=local_blocks, max_decode_tokens=max_decode_tokens,
+        max_decode_query_len=max_decode_query_len, max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_sparse_layers=num_sparse_layers, device=device,
+        backend=backend, spin_limit=spin_limit,
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index-K layouts of index context parallelism, and every constant that kernels and host share.
+
+This is the only place that knows how a page of index keys is cut over ranks. The device header
+``templates/layout.cuh`` is rendered from the same objects, and the launcher is told the numbers at load time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+HEAD_DIM = 128
+"""Elements of one query or key vector."""
+NUM_HEADS = 4
+"""Index heads of the model; every rank holds the queries of all of them."""
+BLOCK_TOKENS = 128
+"""Context tokens in a B128 block, the unit that attention selects."""
+TOP_K = 16
+"""Blocks selected per token and head."""
+MAX_BLOCKS = 8192
+"""Candidate blocks a token may have at most."""
+MAX_SCORE_COLUMNS = 12288
+"""Score planes handed to a selection are narrower than this."""
+NUM_SLOT_SETS = 3
+"""Receive slot sets that rotate over the layers of a step."""
+ROW_WORDS = 33
+"""int32 words of a carrier row or legacy receive row: 16 scores, 16 ids, one ready flag."""
+TAGGED_WORDS = 32
+"""int64 words of a tagged receive row."""
+MAX_QUERY_LEN = 8
+"""Query tokens per request that one decode launch takes."""
+MAX_FORCED_BLOCKS = TOP_K
+"""Forced blocks of a selection, first and last together."""
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """Storage type of index queries and keys."""
+
+    name: str
+    bytes: int
+
+
+E4M3 = ElementType("e4m3", 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the keys of one page are cut over the ranks of a tensor-parallel group.
+
+    Either the rows of a page are dealt out one by one (``interleaved``: local row ``i`` of page column ``c``
+    is global key ``page_size * c + world_size * i + rank``), or each rank holds one contiguous run of them
+    (global key ``page_size * c + rows * rank + i``).
+    """
+
+    page_size: int
+    world_size: int
+    interleaved: bool
+    element: ElementType = field(default=E4M3)
+
+    @property
+    def name(self) -> str:
+        """Key of the layout in file names and manifests, such as ``p128_tp2``."""
+        return f"p{self.page_size}_tp{self.world_size}"
+
+    @property
+    def title(self) -> str:
+        """Name of the layout in tables, such as ``P128-TP2``."""
+        return f"P{self.page_size}-TP{self.world_size}"
+
+    @property
+    def rows(self) -> int:
+        """Key rows of a page that one rank holds."""
+        return self.page_size // self.world_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a dense local page."""
+        return self.rows * HEAD_DIM * self.element.bytes
+
+    @property
+    def heads_per_rank(self) -> int:
+        """Index heads whose selection a rank owns."""
+        return NUM_HEADS // self.world_size
+
+    @property
+    def row_stride(self) -> int:
+        """Global keys from one local row to the next."""
+        return self.world_size if self.interleaved else 1
+
+    @property
+    def rank_stride(self) -> int:
+        """Global keys from a rank's first row of a page to the next rank's."""
+        return 1 if self.interleaved else self.rows
+
+    @property
+    def index_scale(self) -> int:
+        """Global blocks per local score column."""
+        return self.page_size // BLOCK_TOKENS
+
+    def index_offset(self, rank: int) -> int:
+        """Global block of ``rank``'s score column 0."""
+        return rank * self.index_scale // self.world_size
+
+    def global_key(self, rank: int, column: int, row: int) -> int:
+        """Global key index of local ``row`` of page ``column`` on ``rank``."""
+        return self.page_size * column + self.rank_stride * rank + self.row_stride * row
+
+    def owner(self, head: int) -> int:
+        """Rank that merges ``head``."""
+        return head // self.heads_per_rank
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(page_size=128, world_size=2, interleaved=True),
+        Layout(page_size=128, world_size=4, interleaved=True),
+        Layout(page_size=256, world_size=2, interleaved=False),
+        Layout(page_size=256, world_size=4, interleaved=False),
+    )
+}
+"""Every layout that has kernels, by name."""
+
+PAGE_SIZES = tuple(sorted({layout.page_size for layout in LAYOUTS.values()}))
+WORLD_SIZES = tuple(sorted({layout.world_size for layout in LAYOUTS.values()}))
+
+
+def find_layout(page_size: int, world_size: int) -> Layout:
+    """Return the layout of a page size and world size; ``ValueError`` where there is none."""
+    layout = LAYOUTS.get(f"p{page_size}_tp{world_size}")
+    if layout is None:
+        raise ValueError(
+            f"page_size and world_size must be one of {[(x.page_size, x.world_size) for x in LAYOUTS.values()]}, "
+            f"were ({page_size}, {world_size})"
+        )
+    return layout

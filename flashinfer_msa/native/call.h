@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call from Python: its arguments, taken in order and checked, and the first thing wrong with them.
+//
+// A check that fails records its message and makes every later check of the call a no-op, so that an operation reads
+// as a list of requirements and asks `ok()` once, before anything is launched.
+#ifndef FLASHINFER_MSA_NATIVE_CALL_H_
+#define FLASHINFER_MSA_NATIVE_CALL_H_
+
+#include <stdint.h>
+#include <tvm/ffi/c_api.h>
+
+namespace msa_icp {
+
+enum class Type { kE4M3, kFloat32, kInt32, kInt64, kUInt8 };
+
+// A tensor argument. Sizes and strides count elements; a dimension of one element has no stride to speak of.
+struct Tensor {
+  const char* name = "";
+  const DLTensor* dl = nullptr;
+
+  explicit operator bool() const { return dl != nullptr; }
+  int64_t size(int axis) const { return dl->shape[axis]; }
+  int64_t stride(int axis) const;
+  template <typename T>
+  T* data() const {
+    return reinterpret_cast<T*>(static_cast<char*>(dl->data) + dl->byte_offset);
+  }
+};
+
+class Call {
+ public:
+  // `require_cuda` also demands that tensors are on one CUDA device; else any one device will do.
+  Call(const TVMFFIAny* arguments, int count) : next_(arguments), end_(arguments + count) {}
+
+  void require_cuda() { require_cuda_ = true; }
+
+  // Take the next argument.
+  bool flag(const char* name);
+  int64_t integer(const char* name, int64_t low, int64_t high);
+  Tensor tensor(const char* name, Type type, int dimensions);
+  Tensor optional_tensor(const char* name, Type type, int dimensions);
+
+  // Requirements on a tensor taken before. `shape` says in words what `sizes` (-1: any) should be.
+  void expect_shape(const Tensor& t, const char* shape, const int64_t* sizes);
+  template <typename... Sizes>
+  void expect_shape(const Tensor& t, const char* shape, Sizes... sizes) {
+    const int64_t list[] = {static_cast<int64_t>(sizes)...};
+    expect_shape(t, shape, list);
+  }
+  void expect_size(const Tensor& t, int axis, int64_t low, int64_t high, const char* why);
+  void expect_contiguous(const Tensor& t);
+  void expect_unit_last_stride(const Tensor& t);
+  // `t.stride(axis)` must be at least `low` wherever the dimension has more than one element.
+  void expect_stride(const Tensor& t, int axis, int64_t low, const char* why);
+  void expect_multiple(const Tensor& t, int axis, int64_t divisor);
+  void expect_aligned(const Tensor& t, int bytes);
+
+  // Records the call's first error as a ValueError; `format` starts with the argument's name.
+  __attribute__((format(printf, 2, 3))) void fail(const char* format, ...);
+  // The same with another kind of exception.
+  __attribute__((format(printf, 3, 4))) void fail_as(const char* kind, const char* format, ...);
+  // Takes the error that a Python callback has raised as the call's own.
+  void fail_from_callback() { failed_ = raised_ = true; }
+
+  bool ok() const { return !failed_; }
+  // Device of the tensors taken so far.
+  DLDevice device() const { return device_; }
+  // What the operation returns to tvm-ffi; raises the recorded error.
+  int finish();
+
+ private:
+  const TVMFFIAny* take(const char* name);
+  Tensor check_tensor(const char* name, const TVMFFIAny* argument, Type type, int dimensions);
+  void set_error(const char* kind, const char* format, __builtin_va_list values);
+
+  const TVMFFIAny* next_;
+  const TVMFFIAny* end_;
+  bool require_cuda_ = false;
+  bool failed_ = false;
+  bool raised_ = false;
+  DLDevice device_ = {static_cast<DLDeviceType>(0), 0};
+  const char* device_of_ = nullptr;
+  const char* kind_ = "ValueError";
+  char message_[1024];
+};
+
+}  // namespace msa_icp
+
+#endif  // FLASHINFER_MSA_NATIVE_CALL_H_

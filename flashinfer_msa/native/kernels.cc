@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device table: contexts, cubins, kernels, fault records; and the operations the Python loader fills it with.
+#include "kernels.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
+
+namespace msa_icp {
+namespace {
+
+Device devices[kMaxDevices];
+LayoutInfo layouts[kMaxLayouts];
+int num_layouts = 1;  // 0 is kCommon
+TVMFFIObjectHandle loader;
+FaultRecord* fault_records;  // one a device, in memory that outlives every context
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+// Makes a device's primary context, the one torch uses, current for a scope.
+class ContextScope {
+ public:
+  ContextScope(const Driver* driver, CUcontext context) : driver_(driver) {
+    CUcontext current = nullptr;
+    pushed_ = driver->cuCtxGetCurrent(&current) != kCudaSuccess || current != context;
+    if (pushed_) driver->cuCtxPushCurrent(context);
+  }
+  ~ContextScope() {
+    CUcontext popped;
+    if (pushed_) driver_->cuCtxPopCurrent(&popped);
+  }
+
+ private:
+  const Driver* driver_;
+  bool pushed_;
+};
+
+const char* describe(const Driver* driver, CUresult result) {
+  const char* text = nullptr;
+  return driver->cuGetErrorString(result, &text) == kCudaSuccess && text ? text : "unknown error";
+}
+
+bool check(Call& call, const Driver* driver, CUresult result, const char* what) {
+  if (result == kCudaSuccess) return true;
+  call.fail_as("RuntimeError", "%s failed: %s (CUDA error %d)", what, describe(driver, result), result);
+  return false;
+}
+
+const Driver* require_driver(Call& call) {
+  const char* why = nullptr;
+  const Driver* found = driver(&why);
+  if (found == nullptr) call.fail_as("RuntimeError", "%s", why);
+  return found;
+}
+
+bool map_fault_records(Call& call, const Driver* driver) {
+  if (fault_records != nullptr) return true;
+  const size_t bytes = kMaxDevices * sizeof(FaultRecord);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    call.fail_as("RuntimeError", "no memory for the fault records");
+    return false;
+  }
+  if (!check(call, driver, driver->cuMemHostRegister(memory, bytes, kHostRegisterPortable | kHostRegisterDeviceMap),
+             "mapping the fault records")) {
+    munmap(memory, bytes);
+    return false;
+  }
+  fault_records = static_cast<FaultRecord*>(memory);
+  return true;
+}
+
+// The device's primary context and fault record, made at first use. Call with the lock held.
+Device* open_device(Call& call, const Driver* driver, int index) {
+  Device& device = devices[index];
+  if (device.context != nullptr) return &device;
+  CUdevice handle;
+  CUcontext context;
+  if (!check(call, driver, driver->cuDeviceGet(&handle, index), "finding the device") ||
+      !check(call, driver,
+             driver->cuDeviceGetAttribute(&device.multiprocessors, kAttributeMultiprocessorCount, handle),
+             "reading the multiprocessor count") ||
+      !check(call, driver, driver->cuDevicePrimaryCtxRetain(&context, handle), "retaining the primary context")) {
+    return nullptr;
+  }
+  ContextScope scope(driver, context);
+  CUdeviceptr mapped;
+  if (!map_fault_records(call, driver) ||
+      !check(call, driver, driver->cuMemHostGetDevicePointer(&mapped, &fault_records[index], 0),
+             "mapping the fault record")) {
+    return nullptr;
+  }
+  device.fault = &fault_records[index];
+  device.fault_on_device = reinterpret_cast<FaultRecord*>(mapped);
+  device.context = context;
+  return &device;
+}
+
+bool is_complete(const FaultRecord* fault) {
+  return fault != nullptr && static_cast<const volatile FaultRecord*>(fault)->complete != 0;
+}
+
+int find_role(const char* name, size_t length) {
+  for (int role = 0; role < kNumRoles; ++role) {
+    if (strlen(role_name(role)) == length && memcmp(role_name(role), name, length) == 0) return role;
+  }
+  return -1;
+}
+
+TVMFFIByteArray text_argument(const TVMFFIAny& argument) {
+  switch (argument.type_index) {
+    case kTVMFFIRawStr: return {argument.v_c_str, strlen(argument.v_c_str)};
+    case kTVMFFIByteArrayPtr: return *static_cast<const TVMFFIByteArray*>(argument.v_ptr);
+    case kTVMFFISmallStr:
+    case kTVMFFISmallBytes: return {argument.v_bytes, static_cast<size_t>(argument.small_str_len)};
+    case kTVMFFIStr:
+    case kTVMFFIBytes: return *TVMFFIBytesGetByteArrayPtr(argument.v_obj);
+    default: return {"", 0};
+  }
+}
+
+void set_result(TVMFFIAny* result, int64_t value) {
+  memset(result, 0, sizeof(*result));
+  result->type_index = kTVMFFIInt;
+  result->v_int64 = value;
+}
+
+}  // namespace
+
+const char* role_name(int role) {
+  static const char* const names[kNumRoles] = {"decode_score_1",        "decode_score_2", "decode_score_3",
+                                               "decode_score_4",        "select_publish_legacy",
+                                               "select_publish_tagged", "merge_legacy",   "merge_tagged",
+                                               "merge_exchanged"};
+  return names[role];
+}
+
+int find_layout(int page_size, int world_size) {
+  for (int i = 1; i < num_layouts; ++i) {
+    if (layouts[i].page_size == page_size && layouts[i].world_size == world_size) return i;
+  }
+  return 0;
+}
+
+const LayoutInfo& layout_info(int index) { return layouts[index]; }
+
+Device* ready_device(Call& call) {
+  const int index = call.device().device_id;
+  if (index >= kMaxDevices) {
+    call.fail("device must have an index below %d, was cuda:%d", kMaxDevices, index);
+    return nullptr;
+  }
+  Device& device = devices[index];
+  if (is_complete(device.fault)) {
+    // The caller of this library finds the record and puts it in words.
+    call.fail_as("RuntimeError", "an earlier wait on cuda:%d ran out", index);
+    return nullptr;
+  }
+  if (__atomic_load_n(&device.ready, __ATOMIC_ACQUIRE)) return &device;
+  const Driver* driver = require_driver(call);
+  if (driver == nullptr) return nullptr;
+  int capturing = 0;
+  driver->cuStreamIsCapturing(TVMFFIEnvGetStream(kDLCUDA, index), &capturing);
+  if (capturing != 0) {
+    call.fail_as("RuntimeError",
+                 "a CUDA graph is being captured on cuda:%d, and the kernels are not resident there yet: call the "
+                 "indexer's warmup() before the capture begins",
+                 index);
+    return nullptr;
+  }
+  TVMFFIAny argument, result;
+  set_result(&argument, index);
+  memset(&result, 0, sizeof(result));
+  if (loader == nullptr || TVMFFIFunctionCall(loader, &argument, 1, &result) != 0) {
+    loader == nullptr ? call.fail_as("RuntimeError", "no loader is set") : call.fail_from_callback();
+    return nullptr;
+  }
+  return &device;
+}
+
+void launch(Call& call, Device* device, Launch* chain, int count) {
+  const char* why;
+  const Driver* d = driver(&why);
+  for (int i = 0; i < count; ++i) {
+    if (device->kernels[chain[i].layout][chain[i].role].function == nullptr) {
+      call.fail_as("NotImplementedError", "the cubins installed for cuda:%d have no kernel for %s%s%s",
+                   call.device().device_id, role_name(chain[i].role), chain[i].layout ? " of layout " : "",
+                   layouts[chain[i].layout].name);
+      return;
+    }
+  }
+  ContextScope scope(d, device->context);
+  CUstream stream = TVMFFIEnvGetStream(kDLCUDA, call.device().device_id);
+  for (int i = 0; i < count; ++i) {
+    const Launch& l = chain[i];
+    const Kernel& kernel = device->kernels[l.layout][l.role];
+    CUlaunchAttribute attribute = {};
+    attribute.id = kLaunchProgrammaticSerialization;
+    attribute.value.programmatic_serialization_allowed = 1;
+    const CUlaunchConfig config = {l.grid_x, l.grid_y, 1,      kernel.threads, 1, 1, kernel.shared_bytes,
+                                   stream,   &attribute, l.dependent ? 1u : 0u};
+    void* params[] = {l.params};
+    const CUresult status = d->cuLaunchKernelEx(&config, kernel.function, params, nullptr);
+    if (!check(call, d, status, role_name(l.role))) return;
+  }
+}
+
+// add_layout(name, page_size, world_size, rows, page_bytes, heads_per_rank, index_scale)
+MSA_EXPORT __tvm_ffi_add_layout(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args + 1, count - 1);
+  const TVMFFIByteArray name = text_argument(args[0]);
+  LayoutInfo info = {};
+  info.page_size = static_cast<int>(call.integer("page_size", 1, INT32_MAX));
+  info.world_size = static_cast<int>(call.integer("world_size", 1, INT32_MAX));
+  info.rows = static_cast<int>(call.integer("rows", 1, INT32_MAX));
+  info.page_bytes = static_cast<int>(call.integer("page_bytes", 1, INT32_MAX));
+  info.heads_per_rank = static_cast<int>(call.integer("heads_per_rank", 1, INT32_MAX));
+  info.index_scale = static_cast<int>(call.integer("index_scale", 1, INT32_MAX));
+  snprintf(info.name, sizeof(info.name), "%.*s", static_cast<int>(name.size), name.data);
+  if (call.ok() && find_layout(info.page_size, info.world_size) == 0) {
+    if (num_layouts == kMaxLayouts) {
+      call.fail("at most %d layouts can be added", kMaxLayouts - 1);
+    } else {
+      layouts[num_layouts++] = info;
+    }
+  }
+  return call.finish();
+}
+
+// set_loader(callable): called with a device index when a call finds no kernels on that device.
+MSA_EXPORT __tvm_ffi_set_loader(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  if (count != 1 || args[0].type_index != kTVMFFIFunction) {
+    call.fail("loader must be a function");
+  } else {
+    TVMFFIObjectIncRef(args[0].v_obj);
+    if (loader != nullptr) TVMFFIObjectDecRef(loader);
+    loader = args[0].v_obj;
+  }
+  return call.finish();
+}
+
+// load_cubin(device, image) -> module handle. The module stays loaded for the life of the process.
+MSA_EXPORT __tvm_ffi_load_cubin(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  Call call(args, count);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const TVMFFIByteArray image = text_argument(args[1]);
+  const Driver* driver = call.ok() ? require_driver(call) : nullptr;
+  if (driver != nullptr) {
+    pthread_mutex_lock(&lock);
+    Device* device = open_device(call, driver, index);
+    if (device != nullptr) {
+      ContextScope scope(driver, device->context);
+      CUmodule module;
+      if (check(call, driver, driver->cuModuleLoadData(&module, image.data), "loading the cubin")) {
+        set_result(result, static_cast<int64_t>(reinterpret_cast<intptr_t>(module)));
+      }
+    }
+    pthread_mutex_unlock(&lock);
+  }
+  return call.finish();
+}
+
+// load_kernel(device, module, page_size, world_size, role, symbol, threads, shared_bytes): makes one kernel resident.
+// A page size of 0 stands for kernels that no layout specialises.
+MSA_EXPORT __tvm_ffi_load_kernel(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count < 4 ? count : 4);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const int64_t module = call.integer("module", INT64_MIN, INT64_MAX);
+  const int page_size = static_cast<int>(call.integer("page_size", 0, INT32_MAX));
+  const int world_size = static_cast<int>(call.integer("world_size", 0, INT32_MAX));
+  if (count != 8) call.fail("load_kernel takes 8 arguments, was given %d", count);
+  if (!call.ok()) return call.finish();
+  const TVMFFIByteArray role_text = text_argument(args[4]), symbol_text = text_argument(args[5]);
+  Call shape(args + 6, 2);
+  const unsigned threads = static_cast<unsigned>(shape.integer("threads", 1, 1024));
+  const unsigned shared_bytes = static_cast<unsigned>(shape.integer("shared_bytes", 0, INT32_MAX));
+  const int layout = page_size ? find_layout(page_size, world_size) : kCommon;
+  const int role = find_role(role_text.data, role_text.size);
+  if (page_size && layout == 0) shape.fail("page_size and world_size must be a known layout's, were %d and %d", page_size, world_size);
+  if (role < 0) shape.fail("role must be one of the launcher's, was %.*s", static_cast<int>(role_text.size), role_text.data);
+  const Driver* driver = shape.ok() ? require_driver(shape) : nullptr;
+  if (driver == nullptr) return shape.finish();
+  char symbol[128];
+  snprintf(symbol, sizeof(symbol), "%.*s", static_cast<int>(symbol_text.size), symbol_text.data);
+  pthread_mutex_lock(&lock);
+  Device* device = open_device(shape, driver, index);
+  if (device != nullptr) {
+    ContextScope scope(driver, device->context);
+    CUfunction function;
+    if (check(shape, driver,
+              driver->cuModuleGetFunction(&function, reinterpret_cast<CUmodule>(static_cast<intptr_t>(module)), symbol),
+              symbol) &&
+        // Setting an attribute loads the function too, on drivers that cannot be asked to.
+        check(shape, driver,
+              driver->cuFuncSetAttribute(function, kFunctionMaxDynamicShared, static_cast<int>(shared_bytes)),
+              "reserving shared memory") &&
+        (driver->cuFuncLoad == nullptr || check(shape, driver, driver->cuFuncLoad(function), "making a kernel resident"))) {
+      device->kernels[layout][role] = {function, threads, shared_bytes};
+    }
+  }
+  pthread_mutex_unlock(&lock);
+  return shape.finish();
+}
+
+// mark_ready(device): every kernel of the device has been loaded.
+MSA_EXPORT __tvm_ffi_mark_ready(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  if (call.ok()) __atomic_store_n(&devices[index].ready, true, __ATOMIC_RELEASE);
+  return call.finish();
+}
+
+// enable_peer_access(device, peer): lets kernels on `device` store into `peer`'s memory.
+MSA_EXPORT __tvm_ffi_enable_peer_access(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const int peer = static_cast<int>(call.integer("peer", 0, kMaxDevices - 1));
+  const Driver* driver = call.ok() ? require_driver(call) : nullptr;
+  if (driver != nullptr) {
+    pthread_mutex_lock(&lock);
+    Device* from = open_device(call, driver, index);
+    Device* to = from ? open_device(call, driver, peer) : nullptr;
+    if (to != nullptr) {
+      ContextScope scope(driver, from->context);
+      const CUresult status = driver->cuCtxEnablePeerAccess(to->context, 0);
+      if (status != kCudaPeerAccessAlreadyEnabled) check(call, driver, status, "enabling peer access");
+    }
+    pthread_mutex_unlock(&lock);
+  }
+  return call.finish();
+}
+
+// fault_field(device, field): field 0 is `complete`, then the record's fields in order. Needs no driver.
+MSA_EXPORT __tvm_ffi_fault_field(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  Call call(args, count);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const int field = static_cast<int>(call.integer("field", 0, sizeof(FaultRecord) / sizeof(int) - 1));
+  if (call.ok()) {
+    const volatile int* words = reinterpret_cast<const volatile int*>(devices[index].fault);
+    set_result(result, words ? words[field] : 0);
+  }
+  return call.finish();
+}
+
+}  // namespace msa_icp

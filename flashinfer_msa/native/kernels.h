@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels loaded on each device, and launching them.
+#ifndef FLASHINFER_MSA_NATIVE_KERNELS_H_
+#define FLASHINFER_MSA_NATIVE_KERNELS_H_
+
+#include <stdint.h>
+
+#include "call.h"
+#include "driver.h"
+#include "params.h"
+
+namespace msa_icp {
+
+constexpr int kMaxDevices = 64;
+constexpr int kMaxLayouts = 16;
+constexpr int kCommon = 0;  // layout index of kernels that no layout specialises
+constexpr int kMaxQueryTiles = 4;
+
+// What a kernel does; `kDecodeScore + n - 1` scores n tiles of 8 query rows.
+enum Role : int {
+  kDecodeScore = 0,
+  kSelectPublishLegacy = kDecodeScore + kMaxQueryTiles,
+  kSelectPublishTagged,
+  kMergeLegacy,
+  kMergeTagged,
+  kMergeExchanged,
+  kNumRoles
+};
+
+const char* role_name(int role);
+
+// A layout's numbers, as flashinfer_msa/layout.py tells them.
+struct LayoutInfo {
+  int page_size, world_size, rows, page_bytes, heads_per_rank, index_scale;
+  char name[32];
+};
+
+// Index of the layout of a page size and world size, or 0 where there is none.
+int find_layout(int page_size, int world_size);
+const LayoutInfo& layout_info(int index);
+
+struct Kernel {
+  CUfunction function;
+  unsigned threads;
+  unsigned shared_bytes;
+};
+
+struct Device {
+  CUcontext context;
+  FaultRecord* fault;           // host address
+  FaultRecord* fault_on_device;
+  int multiprocessors;
+  bool ready;  // every kernel is loaded
+  Kernel kernels[kMaxLayouts][kNumRoles];
+};
+
+// One kernel of a chain, ready to launch.
+struct Launch {
+  int layout;
+  int role;
+  unsigned grid_x, grid_y;
+  void* params;
+  bool dependent;  // programmatic dependent launch on the kernel before it
+};
+
+// The device of `call`, with its kernels loaded (by the Python loader at first use); null with the call failed
+// otherwise. Its fault record and multiprocessor count go into parameters and grids.
+Device* ready_device(Call& call);
+
+// Launches the chain on torch's current stream of the call's device, in order.
+void launch(Call& call, Device* device, Launch* chain, int count);
+
+}  // namespace msa_icp
+
+#endif  // FLASHINFER_MSA_NATIVE_KERNELS_H_

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault record: what a wait that ran out of polls was waiting for, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wait that ran out.
+
+    ``rank`` and ``slot`` are those of the waiting call where it knows them, else ``None``. ``peer`` is the rank the
+    wait depends on: the owner whose receive row was still full (``wait == "publish"``), or the source whose row had
+    not arrived (``wait == "merge"``). ``row`` is the token row within the slot set, ``head`` the index of the head
+    within the owner.
+    """
+
+    wait: Literal["publish", "merge"]
+    form: Literal["legacy", "tagged"]
+    rank: int | None
+    slot: int | None
+    peer: int
+    head: int
+    row: int
+    polls: int
+    device: int | None = None
+
+    def __str__(self) -> str:
+        who = "a rank" if self.rank is None else f"rank {self.rank}"
+        where = "" if self.slot is None else f" of slot set {self.slot}"
+        on = "" if self.device is None else f" on cuda:{self.device}"
+        row = f"the {self.form} receive row {self.row} (owned head {self.head}){where}"
+        if self.wait == "publish":
+            what = f"for rank {self.peer} to merge and release {row}"
+            advice = (
+                f"Either rank {self.peer} stopped before its merge, the slot sets do not rotate, or the receive "
+                "storage was not zeroed before its first use."
+            )
+        else:
+            what = f"for rank {self.peer} to publish {row}"
+            advice = (
+                f"Either rank {self.peer} stopped or never published this layer, the ranks disagree on slot, capacity "
+                "or row form, or the receive storage and counters were not zeroed together."
+            )
+        return f"{who}{on} waited {self.polls} polls {what}, and gave up. {advice} Restart the ranks of the group."
+
+
+_FIELDS = ("complete", "wait", "form", "rank", "slot", "peer", "head", "row", "polls")
+_WAITS: dict[int, Literal["publish", "merge"]] = {1: "publish", 2: "merge"}
+_FORMS: dict[int, Literal["legacy", "tagged"]] = {0: "legacy", 1: "tagged"}
+
+
+def last_fault() -> Fault | None:
+    """The wait that ran out on a device of this process, or None.
+
+    A wait that runs out ends its device's CUDA context; the record is in host memory and outlives it.
+    """
+    from . import native
+
+    if not native.library.cache_info().currsize:
+        return None  # nothing of ours has run
+    field = native.operation("fault_field")
+    for device in range(torch.cuda.device_count()):
+        words = {name: field(device, i) for i, name in enumerate(_FIELDS)}
+        if words["complete"]:
+            return Fault(
+                wait=_WAITS[words["wait"]],
+                form=_FORMS[words["form"]],
+                rank=None if words["rank"] < 0 else words["rank"],
+                slot=None if words["slot"] < 0 else words["slot"],
+                peer=words["peer"],
+                head=words["head"],
+                row=words["row"],
+                polls=words["polls"],
+                device=device,
+            )
+    return None

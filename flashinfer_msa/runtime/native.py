@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native launcher: loaded at first use, told the layouts, and its errors put in words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..layout import LAYOUTS
+from .manifest import load_manifest
+
+
+@functools.cache
+def library() -> Any:
+    """The launcher as a tvm-ffi module. ``RuntimeError`` or ``FileNotFoundError`` where it is not installed intact."""
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(str(load_manifest().launcher()))
+    for layout in LAYOUTS.values():
+        module.add_layout(
+            layout.name, layout.page_size, layout.world_size, layout.rows, layout.page_bytes, layout.heads_per_rank,
+            layout.index_scale,
+        )  # fmt: skip
+    module.set_loader(tvm_ffi.convert(_load_device))
+    return module
+
+
+@functools.cache
+def operation(name: str) -> Callable[..., Any]:
+    """One exported operation of the launcher."""
+    return library()[name]
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call an operation.
+
+    ``ValueError`` for an argument that is not what it must be; ``RuntimeError`` where a driver call fails, in the words
+    of the fault record if an earlier wait has run out.
+    """
+    try:
+        return operation(name)(*arguments)
+    except ValueError:
+        raise
+    except Exception as error:
+        _explain(name, arguments, error)
+        raise
+
+
+def _explain(name: str, arguments: tuple[Any, ...], error: Exception) -> None:
+    """Raise a better error than ``error``, if there is one."""
+    from .fault import last_fault
+
+    if (fault := last_fault()) is not None:
+        raise RuntimeError(str(fault)) from error
+    passable = tuple(_words_for_unpassable(argument) for argument in arguments)
+    if any(a is not b for a, b in zip(passable, arguments, strict=True)):
+        operation(name)(*passable)
+
+
+def _words_for_unpassable(argument: Any) -> Any:
+    """What stands for a tensor that has no memory to point at: the launcher refuses it in these words."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    if argument.layout is not torch.strided:
+        return f"a tensor of layout {argument.layout}"
+    if argument.device.type not in ("cpu", "cuda"):
+        return f"a tensor on device {argument.device}"
+    if argument.is_conj() or argument.is_neg():
+        return "a tensor with a pending conjugation or negation"
+    return argument
+
+
+def load_cubin(device: int, image: bytes) -> int:
+    """Load a cubin into a device's primary context; returns the module's handle."""
+    return int(call("load_cubin", device, image))
+
+
+def load_kernel(
+    device: int, module: int, page_size: int, world_size: int, role: str, symbol: str, threads: int, shared_bytes: int
+) -> None:
+    """Make one kernel of a loaded cubin resident. ``page_size`` 0: one that no layout specialises."""
+    call("load_kernel", device, module, page_size, world_size, role, symbol, threads, shared_bytes)
+
+
+def mark_ready(device: int) -> None:
+    """Say that every kernel of a device is loaded."""
+    call("mark_ready", device)
+
+
+def enable_peer_access(device: int, peer: int) -> None:
+    """Let kernels on one device store into the memory of another."""
+    call("enable_peer_access", device, peer)
+
+
+def _load_device(index: int) -> None:
+    from .loader import load_device
+
+    load_device(index)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of buffers, from the limits a server states. Host arithmetic alone; re-exported by ``msa_ops``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .layout import (
+    BLOCK_TOKENS,
+    MAX_BLOCKS,
+    NUM_HEADS,
+    NUM_SLOT_SETS,
+    PAGE_SIZES,
+    ROW_WORDS,
+    TAGGED_WORDS,
+    TOP_K,
+    WORLD_SIZES,
+)
+
+_WORKSPACE_BYTES = 32 << 20
+_LIST_SPLITS = 128
+_ENTRY_BYTES = 8
+_ITEM_TOKENS = 64
+_ITEM_LIST_BYTES = 32 << 10
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """``value / divisor``, rounded up."""
+    return -(-value // divisor)
+
+
+def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` if it is an int in ``[low, high]``, else a ``ValueError`` that says so."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, was {value!r}")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {allowed}, was {value}")
+    return value
+
+
+def require_page_size(page_size: Any) -> int:
+    """A page size that has layouts."""
+    if isinstance(page_size, bool) or page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size must be one of {PAGE_SIZES}, was {page_size!r}")
+    return page_size
+
+
+def require_world_size(world_size: Any) -> int:
+    """A world size that has layouts."""
+    if isinstance(world_size, bool) or world_size not in WORLD_SIZES:
+        raise ValueError(f"world_size must be one of {WORLD_SIZES}, was {world_size!r}")
+    return world_size
+
+
+def multiprocessor_count(device: torch.device | str | int | None) -> int:
+    """Streaming multiprocessors of a CUDA device; a CPU counts as one."""
+    resolved = torch.device("cuda" if device is None else device)
+    return torch.cuda.get_device_properties(resolved).multi_processor_count if resolved.type == "cuda" else 1
+
+
+def msa_icp_index_score_plan_storage(
+    *, num_qo_heads: int, total_q: int, batch: int, device: torch.device | str | None
+) -> dict[str, int]:
+    """Sizes of a prefill plan's storage.
+
+    Parameters
+    ----------
+    num_qo_heads : int
+        Index heads of the query, 4.
+    total_q : int
+        Upper bound of the query tokens of a window, at least 1.
+    batch : int
+        Segments of a window, at least 1.
+    device : torch.device
+        Device of the plan; its multiprocessors count (a CPU has one).
+
+    Returns
+    -------
+    dict
+        ``work_range_numel`` (int64 elements of ``packed_work_range``): the multiprocessor count;
+        ``work_info_numel`` (int64 elements of ``packed_work_info``): ``(ceil(total_q / 128) + batch - 1) * num_qo_heads``;
+        ``workspace_bytes``: 32 MiB.
+    """
+    require_int("num_qo_heads", num_qo_heads, NUM_HEADS, NUM_HEADS)
+    require_int("total_q", total_q, 1)
+    require_int("batch", batch, 1)
+    return {
+        "work_range_numel": multiprocessor_count(device),
+        "work_info_numel": (ceil_div(total_q, BLOCK_TOKENS) + batch - 1) * num_qo_heads,
+        "workspace_bytes": _WORKSPACE_BYTES,
+    }
+
+
+def msa_icp_index_score_columns(max_seq_len: int, page_size: int) -> int:
+    """Score columns of a prefill window: ``ceil(max_seq_len / 128)``, and half of that, rounded up, for P256.
+
+    ``max_seq_len`` is in tokens, ``page_size`` is 128 or 256.
+    """
+    require_int("max_seq_len", max_seq_len, 1)
+    require_page_size(page_size)
+    return ceil_div(ceil_div(max_seq_len, BLOCK_TOKENS), page_size // BLOCK_TOKENS)
+
+
+def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
+    """Score columns of a decode step: ``min(8192, ceil(max_model_len / (4 * page_size)) * 4)``.
+
+    ``max_model_len`` is in tokens, ``page_size`` is 128 or 256. A column is a local page; rows are written four columns
+    at a time.
+    """
+    require_int("max_model_len", max_model_len, 1)
+    require_page_size(page_size)
+    return min(MAX_BLOCKS, ceil_div(max_model_len, 4 * page_size) * 4)
+
+
+def msa_icp_decode_pool_bytes(*, max_decode_tokens: int, num_heads: int = NUM_HEADS) -> int:
+    """Bytes of the fused decode chain's pool: ``max_decode_tokens * num_heads`` rows of 128 lists of 16 8-byte entries."""
+    require_int("max_decode_tokens", max_decode_tokens, 1)
+    require_int("num_heads", num_heads, 1)
+    return max_decode_tokens * num_heads * _LIST_SPLITS * TOP_K * _ENTRY_BYTES
+
+
+def msa_icp_prefill_pool_bytes(
+    *, total_q: int, batch: int, device: torch.device | str | None, num_heads: int = NUM_HEADS
+) -> int:
+    """Bytes of the fused prefill chain's pool: ``(ceil(total_q / 64) + batch - 1 + SMs - 1) * 32 KiB``.
+
+    ``total_q`` query tokens in ``batch`` segments make at most ``ceil(total_q / 64) + batch - 1`` items of 64 tokens,
+    and every multiprocessor but one (of ``device``; a CPU has one) may split one more; 64 tokens x 4 heads x 16 8-byte
+    entries are 32 KiB.
+    """
+    require_int("total_q", total_q, 1)
+    require_int("batch", batch, 1)
+    require_int("num_heads", num_heads, NUM_HEADS, NUM_HEADS)
+    return (ceil_div(total_q, _ITEM_TOKENS) + batch - 1 + multiprocessor_count(device) - 1) * _ITEM_LIST_BYTES
+
+
+def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:
+    """Where receive rows lie in one rank's storage, and the shapes of the counters.
+
+    Parameters
+    ----------
+    world_size : int
+        2 or 4.
+    heads_per_rank : int
+        ``4 / world_size``.
+    capacity : int
+        Token rows of a slot set, at least 1.
+
+    Returns
+    -------
+    dict
+        ``storage_words`` (int32 words of the allocation), ``legacy_offset_bytes`` (0), ``legacy_shape`` (int32
+        ``[3, W, hpr, capacity, 33]``), ``tagged_offset_bytes``, ``tagged_shape`` (int64 ``[3, W, hpr, capacity, 32]``),
+        ``generations_shape`` (int32 ``[3, W * hpr, capacity]``) and ``expected_shape`` (int32 ``[3, hpr, capacity]``).
+        Legacy rows come first, tagged rows right after them.
+    """
+    require_world_size(world_size)
+    if isinstance(heads_per_rank, bool) or heads_per_rank != NUM_HEADS // world_size:
+        raise ValueError(
+            f"heads_per_rank must be {NUM_HEADS // world_size} for world_size {world_size}, was {heads_per_rank!r}"
+        )
+    require_int("capacity", capacity, 1)
+    rows = NUM_SLOT_SETS * world_size * heads_per_rank * capacity
+    legacy_words = rows * ROW_WORDS  # an even number, so that the tagged rows are aligned
+    return {
+        "storage_words": legacy_words + rows * TAGGED_WORDS * 2,
+        "legacy_offset_bytes": 0,
+        "legacy_shape": (NUM_SLOT_SETS, world_size, heads_per_rank, capacity, ROW_WORDS),
+        "tagged_offset_bytes": legacy_words * 4,
+        "tagged_shape": (NUM_SLOT_SETS, world_size, heads_per_rank, capacity, TAGGED_WORDS),
+        "generations_shape": (NUM_SLOT_SETS, world_size * heads_per_rank, capacity),
+        "expected_shape": (NUM_SLOT_SETS, heads_per_rank, capacity),
+    }

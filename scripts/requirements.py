@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints what tests and demo need, one requirement a line, as pyproject.toml states it: `requirements.py <extra>`.
+
+flashinfer-python is left out: it brings some 2 GB of packages, and nothing here imports it unless it is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools.compat.py310 import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from flashinfer_msa.aot.backend import build_requirements  # noqa: E402
+
+project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+requirements = [
+    *project["dependencies"],
+    *project["optional-dependencies"][sys.argv[1]],
+    *build_requirements(),
+]
+skipped = ("flashinfer-python", project["name"])
+print("\n".join(line for line in dict.fromkeys(requirements) if not line.startswith(skipped)))

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernel parameters and the fault record: the one definition that kernels and launcher share.
+// No header is included, so that NVRTC compiles it too.
+#ifndef FLASHINFER_MSA_PARAMS_H_
+#define FLASHINFER_MSA_PARAMS_H_
+
+namespace msa_icp {
+
+// Requests that one row of the decode scorer's grid plans for; larger batches take more rows.
+inline constexpr int kDecodeBatchTile = 1024;
+
+enum class Wait : int { kPublish = 1, kMerge = 2 };
+enum class RowForm : int { kLegacy = 0, kTagged = 1 };
+
+// Written by the first wait of a device that runs out of polls, into mapped host memory, before it traps.
+// `complete` is stored last. `rank` and `slot` are -1 where the call does not know them.
+struct FaultRecord {
+  int complete;
+  int wait;
+  int form;
+  int rank;
+  int slot;
+  int peer;
+  int head;
+  int row;
+  int polls;
+  int reserved[7];
+};
+
+// Strides count elements of their tensor, except page_pitch, which counts bytes.
+struct DecodeScoreParams {
+  const unsigned char* index_q;
+  const unsigned char* index_k;
+  const int* block_table;
+  const int* seq_lens;
+  float* scores;
+  long long page_pitch;
+  long long table_stride;
+  long long score_token_stride;
+  long long score_head_stride;
+  int table_columns;
+  int score_columns;
+  int batch;
+  int query_len;
+  int rank;
+  int vector_stores;
+};
+
+struct SelectPublishParams {
+  const float* scores;
+  const int* num_valid_pages;
+  const long long* recv_bases;
+  int* generations;
+  int* errors;
+  FaultRecord* fault;
+  long long score_token_stride;
+  long long score_head_stride;
+  int score_columns;
+  int index_scale;
+  int index_offset;
+  int force_begin_blocks;
+  int force_end_blocks;
+  int rank;
+  int world_size;
+  int heads_per_rank;
+  int capacity;
+  int slot;
+  int spin_limit;
+};
+
+struct MergeParams {
+  void* recv;
+  const int* num_valid_pages;
+  int* output;
+  int* expected_generations;
+  int* errors;
+  FaultRecord* fault;
+  long long recv_source_stride;
+  long long recv_head_stride;
+  long long recv_row_stride;
+  long long output_token_stride;
+  long long output_head_stride;
+  int world_size;
+  int heads_per_rank;
+  int capacity;
+  int init_blocks;
+  int local_blocks;
+  int spin_limit;
+  int rank;
+  int slot;
+};
+
+}  // namespace msa_icp
+
+#endif  // FLASHINFER_MSA_PARAMS_H_

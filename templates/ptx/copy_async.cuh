@@ -1,0 +1,21 @@
+// Global to shared copies by cp.async (before sm_90). Every lane of the warp copies its share.
+namespace ptx {
+
+constexpr unsigned kCopyArrivals = 32;
+
+__device__ __forceinline__ void fence_barrier_init() {}
+
+// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
+template <int kBytes>
+__device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
+  static_assert(kBytes % (32 * 16) == 0, "every lane copies 16 bytes at a time");
+#pragma unroll
+  for (int offset = 0; offset < kBytes; offset += 32 * 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + offset + lane * 16),
+                 "l"(static_cast<const char*>(from) + offset + lane * 16)
+                 : "memory");
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+}  // namespace ptx

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files share: one incremental build of the whole matrix, and the skip of tests that need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashinfer_msa.aot import toolkit
+from flashinfer_msa.aot.build import BuildResult, build
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``gpu`` where there is no CUDA device."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
+    """Every architecture that an installed toolkit knows, built from this tree into a folder of its own."""
+    toolkits = toolkit.find()
+    known = [
+        arch.name for arch in toolkit.ARCHITECTURES.values() if any(found.version >= arch.toolkit for found in toolkits)
+    ]
+    if not known:
+        pytest.skip("needs a CUDA toolkit")
+    return build(tmp_path_factory.mktemp("data"), known)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, its exit status, and that mistakes end in a sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from flashinfer_msa import cli
+from flashinfer_msa.backends import reference
+from flashinfer_msa.cli import main
+from flashinfer_msa.runtime import manifest
+from flashinfer_msa.version import __version__
+
+TINY = ("demo", "--backend", "torch", "--device", "cpu", "--batch", "2", "--context", "3000", "--steps", "4")
+
+MANIFEST: dict[str, Any] = {
+    "schema": 1,
+    "version": "9.8.7",
+    "launcher": {"file": "x.so", "sha256": "", "source_digest": "", "compiler": ""},
+    "cubins": [
+        {
+            "architecture": architecture,
+            "capability": capability,
+            "layout": layout,
+            "file": f"{architecture}/x.cubin",
+            "sha256": "",
+            "bytes": 34567,
+            "toolkit": "13.0",
+            "source_digest": "",
+            "tested_on": tested_on,
+            "kernels": [
+                {
+                    "role": role,
+                    "symbol": f"msa_icp_{role}",
+                    "threads": 288,
+                    "shared_bytes": 2000,
+                    "static_shared_bytes": 345,
+                    "registers": 77,
+                    "stack_bytes": 0,
+                    "spill_store_bytes": 0,
+                    "spill_load_bytes": 0,
+                }
+            ],
+        }
+        for architecture, capability, layout, tested_on, role in (
+            ("sm_90a", [9, 0], "p128_tp2", "H200", "decode_score_1"),
+            ("sm_100a", [10, 0], None, "", "merge_tagged"),
+        )
+    ],
+}
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_demo_compares_every_row_of_every_layout_and_form() -> None:
+    result = invoke(*TINY)
+    assert result.exit_code == 0, result.output
+    for layout in ("P128-TP2", "P128-TP4", "P256-TP2", "P256-TP4"):
+        assert result.output.count(layout) == 2
+    # 4 layouts, 2 forms, 4 steps, 2 requests of 2 tokens, 4 heads.
+    assert "ok: 512 of 512 rows equal, 0 near ties, 0 wrong" in result.output
+    assert "backend torch (as asked), ranks on cpu" in result.output
+
+
+def test_demo_takes_a_choice_of_layout_and_form() -> None:
+    result = invoke(*TINY, "--layout", "P256-TP4", "--layout", "p128_tp2", "--tagged", "--query-len", "1")
+    assert result.exit_code == 0, result.output
+    assert "P256-TP4" in result.output and "P128-TP2" in result.output and "P256-TP2" not in result.output
+    assert "tagged" in result.output and "legacy" not in result.output
+    assert "ok: 64 of 64 rows" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is no GPU backend")
+def test_demo_says_why_it_runs_on_torch() -> None:
+    result = invoke("demo", "--batch", "1", "--context", "1", "--steps", "1", "--layout", "p128-tp2", "--legacy")
+    assert result.exit_code == 0, result.output
+    assert "backend torch (no CUDA device)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("architecture", "backend", "reason"),
+    (("sm_90a", "cake", "sm_90a kernels are installed"), (None, "torch", "no kernels for compute capability 9.0")),
+)
+def test_auto_picks_the_backend_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, architecture: str | None, backend: str, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        manifest,
+        "load_manifest",
+        lambda: SimpleNamespace(architecture_for=lambda capability: asked.append(capability) or architecture),
+    )
+    assert cli._choose_backend("auto", torch.device("cuda:0")) == (backend, reason)
+    assert asked == [(9, 0)]
+
+
+def test_auto_without_installed_kernels_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(manifest, "load_manifest", missing)
+    assert cli._choose_backend("auto", torch.device("cuda:0"))[0] == "torch"
+
+
+def test_demo_fails_on_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    sort_key = reference._sort_key
+    monkeypatch.setattr(reference, "_sort_key", lambda scores: -sort_key(scores))
+    result = invoke(*TINY, "--layout", "p128-tp2", "--legacy")
+    assert result.exit_code == 1
+    assert "FAILED: " in result.output and " 0 wrong" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("demo", "--layout", "p64-tp2"), "'p64-tp2' is not one of p128_tp2, p128_tp4, p256_tp2, p256_tp4"),
+        (("demo", "--query-len", "9"), "1<=x<=8"),
+        (("demo", "--batch", "0"), "x>=1"),
+        (("demo", "--device", "tpu"), "'tpu' is not a device"),
+        (("demo", "--device", "meta"), "must be cpu or cuda, was 'meta'"),
+        (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
+        (("demo", "--device", "cpu", "--backend", "cake"), "--backend cake needs a CUDA device"),
+        (("build", "--arch", "sm_1"), "sm_90a"),
+        (("build", "--jobs", "0"), "x>=1"),
+        (("nonsense",), "No such command"),
+    ),
+)
+def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output and "Traceback" not in result.output
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "load_manifest", lambda: SimpleNamespace(data=MANIFEST))
+
+
+@pytest.mark.usefixtures("installed")
+def test_list_shows_each_kernel() -> None:
+    result = invoke("list")
+    assert result.exit_code == 0, result.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    assert rows == [
+        ["sm_90a", "run on H200", "p128_tp2", "decode_score_1", "288", "77", "2345", "34567"],
+        ["sm_100a", "compiled, not run", "common", "merge_tagged", "288", "77", "2345", "34567"],
+    ]
+    assert "flashinfer-msa 9.8.7: 2 kernels in 2 cubins" in result.output
+
+
+@pytest.mark.usefixtures("installed")
+def test_list_prints_the_manifest_as_json() -> None:
+    result = invoke("list", "--json")
+    assert result.exit_code == 0 and json.loads(result.output) == MANIFEST
+
+
+@pytest.mark.parametrize("options", ((), ("--json",)))
+@pytest.mark.parametrize("kind", (FileNotFoundError, RuntimeError))
+def test_list_without_kernels_gives_advice(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], kind: type[Exception]
+) -> None:
+    def missing() -> None:
+        raise kind("nothing here, do this")
+
+    monkeypatch.setattr(manifest, "load_manifest", missing)
+    result = invoke("list", *options)
+    assert result.exit_code == 1 and result.output == "Error: nothing here, do this\n"
+
+
+@pytest.mark.parametrize("module", ("jinja2", "ninja"))
+def test_build_without_its_requirements_gives_advice(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    for name in [name for name in sys.modules if name.startswith("flashinfer_msa.aot.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    result = invoke("build")
+    assert result.exit_code == 1
+    assert f"Building needs {module}" in result.output and "pip install 'flashinfer-msa[build]'" in result.output
+
+
+def test_build_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("ninja")
+    pytest.importorskip("jinja2")
+    from flashinfer_msa.aot import build as aot_build
+    from flashinfer_msa.aot.toolkit import BuildError
+
+    calls: list[tuple[Any, ...]] = []
+
+    def record(out: Path | None, *, architectures: Any, jobs: int | None, progress: Any) -> SimpleNamespace:
+        calls.append((out, architectures, jobs))
+        progress("[1/1] CUBIN")
+        return SimpleNamespace(path=tmp_path / "manifest.json", manifest=MANIFEST, compiled=1)
+
+    monkeypatch.setattr(aot_build, "build", record)
+    result = invoke("build", "--arch", "sm_90a", "--arch", "sm_89", "--out", str(tmp_path), "--jobs", "3")
+    assert result.exit_code == 0, result.output
+    assert result.output == f"[1/1] CUBIN\n1 compiled, 2 cubins listed in {tmp_path}/manifest.json\n"
+    assert invoke("build").exit_code == 0
+    assert calls == [(tmp_path, ("sm_90a", "sm_89"), 3), (None, None, None)]
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise BuildError("no nvcc")
+
+    monkeypatch.setattr(aot_build, "build", fail)
+    result = invoke("build")
+    assert result.exit_code == 1 and result.output == "Error: no nvcc\n"
+
+
+def test_module_is_runnable() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flashinfer_msa", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"flashinfer-msa, version {__version__}\n"

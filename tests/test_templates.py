@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The templates: each unit is one self-contained source, and compiles for every architecture without local memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashinfer_msa.aot import matrix
+from flashinfer_msa.aot.build import BuildResult
+from flashinfer_msa.aot.matrix import ARCHITECTURES, Unit
+from flashinfer_msa.aot.render import render, tree_digest
+
+UNITS = matrix.units()
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: f"{unit.architecture.name}-{unit.name}")
+def test_unit_is_one_self_contained_source(unit: Unit) -> None:
+    source = render(unit)
+    assert source.startswith("// SPDX-License-Identifier: Apache-2.0\n")
+    assert not re.search(r"^\s*#\s*include", source, re.MULTILINE), "kernels are built without any header"
+    assert not re.search(r"\{%|%\}|\{\{ ", source), "a tag that was not rendered"
+    for kernel in unit.kernels:
+        assert re.search(rf"\b{kernel.symbol}\b", source)
+
+
+def test_names_are_unique() -> None:
+    assert len({(unit.architecture.name, unit.name) for unit in UNITS}) == len(UNITS)
+    for name in ARCHITECTURES:
+        kernels = [kernel for unit in matrix.units([name]) for kernel in unit.kernels]
+        assert len({kernel.symbol for kernel in kernels}) == len(kernels)
+
+
+def test_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"architectures must be among .*, were \['sm_00'\]"):
+        matrix.units(["sm_90a", "sm_00"])
+
+
+def test_tree_digest_is_stable() -> None:
+    assert tree_digest("sm_90a") == tree_digest("sm_90a")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_compiles(name: str, built: BuildResult) -> None:
+    entries = {entry["layout"]: entry for entry in built.manifest["cubins"] if entry["architecture"] == name}
+    if not entries:
+        pytest.skip(f"no CUDA toolkit here knows {name}")
+    for unit in matrix.units([name]):
+        entry = entries[unit.layout.name if unit.layout else None]
+        cubin = (built.path.parent / entry["file"]).read_bytes()
+        assert len(cubin) == entry["bytes"] > 0
+        assert b"_INTERNAL_" not in cubin, "the name of a static device variable carries a hash of the build's path"
+        assert [kernel["symbol"] for kernel in entry["kernels"]] == [kernel.symbol for kernel in unit.kernels]
+        for kernel in entry["kernels"]:
+            assert kernel["registers"] > 0
+            assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
