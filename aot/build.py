@@ -23,7 +23,7 @@ import ninja
 from ..version import __version__
 from . import launcher, matrix, ptxas, toolkit
 from .matrix import Unit
-from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, source_digest
+from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
 from .toolkit import BuildError, Toolkit
 
 SCHEMA = 1
@@ -75,6 +75,7 @@ def build(
     with _locked(work_dir):
         for unit in units:
             _write(work_dir / f"{_stem(unit)}.cu", render(unit, templates).encode())
+        _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
         environment = _write_ninja(work_dir, units, toolkits, compiler, templates)
         compiled = _run_ninja(work_dir, environment, jobs, progress or (lambda line: None))
 
@@ -173,7 +174,8 @@ def _write_ninja(
         # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
         sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
         implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
-        writer.build(launcher.FILE, "launcher", implicit=[*implicit, "launcher.txt"])
+        implicit += ["launcher.txt", f"{launcher.GENERATED}/constants.h"]
+        writer.build(launcher.FILE, "launcher", implicit=implicit)
     return environment
 
 

@@ -22,7 +22,21 @@ FILE = "libflashinfer_msa.so"
 GLIBC = (2, 28)
 """Oldest glibc that a launcher built by zig loads on."""
 
-_FLAGS = ("-O2", "-s", "-shared", "-fPIC", "-std=c++17", "-fno-exceptions", "-fno-rtti")
+GENERATED = "include"
+"""Folder of rendered headers, below the work folder that the compiler runs in."""
+
+_FLAGS = (
+    "-O2",
+    "-s",
+    "-shared",
+    "-fPIC",
+    "-std=c++17",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,12 @@ def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> lis
         f"-ffile-prefix-map={PACKAGE}=.",
         f"-I{tvm_ffi / 'include'}",
         f"-I{templates}",
+        f"-I{GENERATED}",
         *map(str, sorted(NATIVE.glob("*.cc"))),
         f"-L{tvm_ffi / 'lib'}",
         "-ltvm_ffi",
         "-ldl",
+        "-lpthread",
         "-o",
         output,
     ]

@@ -67,7 +67,8 @@ class Unit:
         return self.layout.name if self.layout else "common"
 
 
-_CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
+CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
+"""The integers of ``layout``, by name: what the constants header is rendered from."""
 
 
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
@@ -86,9 +87,14 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
             for n in query_tiles
         ),
         context={
-            **_CONSTANTS, "arch": arch, "layout": layout, "tuning": tuning, "query_tiles": query_tiles, "shared": shared,
+            **CONSTANTS,
+            "arch": arch,
+            "layout": layout,
+            "tuning": tuning,
+            "query_tiles": query_tiles,
+            "shared": shared,
         },
-    )  # fmt: skip
+    )
 
 
 def _common_unit(arch: Architecture) -> Unit:
@@ -103,7 +109,7 @@ def _common_unit(arch: Architecture) -> Unit:
             Kernel("merge_tagged", "msa_icp_merge_tagged", 32),
             Kernel("merge_exchanged", "msa_icp_merge_exchanged", 32),
         ),
-        context={**_CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES},
+        context={**CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES},
     )
 
 

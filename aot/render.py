@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .. import layout
-from .matrix import Unit, units
+from .matrix import CONSTANTS, Unit, units
 from .toolkit import compile_flags
 
 PACKAGE = Path(layout.__file__).resolve().parent
@@ -36,6 +36,11 @@ def render(unit: Unit, templates: Path = TEMPLATES) -> str:
     return _environment(templates).get_template(unit.template).render(unit.context)
 
 
+def render_constants(templates: Path = TEMPLATES) -> str:
+    """Return the header of constants that the launcher includes: the same text that every unit starts with."""
+    return _environment(templates).get_template("constants.h.j2").render(CONSTANTS)
+
+
 def source_digest(unit: Unit, templates: Path = TEMPLATES) -> str:
     """Return the SHA-256 of everything but the toolkit that decides the bytes of a unit's cubin."""
     digest = hashlib.sha256("\0".join(compile_flags(unit.architecture)).encode())
@@ -50,7 +55,7 @@ def launcher_sources(templates: Path = TEMPLATES) -> list[Path]:
 
 def launcher_digest(templates: Path = TEMPLATES) -> str:
     """Return the SHA-256 of the native launcher's sources, names included."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(render_constants(templates).encode())
     for path in launcher_sources(templates):
         digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
     return digest.hexdigest()

@@ -26,8 +26,14 @@ _SCRATCH_BUDGET_BYTES = 256 << 20
 _CHUNK_TOKENS = 128
 _PITCH_COLUMNS = 16
 _COMM_FIELDS = (
-    "recv", "tagged_recv", "recv_bases", "tagged_recv_bases", "publish_generations", "expected_generations", "errors",
-)  # fmt: skip
+    "recv",
+    "tagged_recv",
+    "recv_bases",
+    "tagged_recv_bases",
+    "publish_generations",
+    "expected_generations",
+    "errors",
+)
 
 
 class MSAIcpIndexerPlan:
@@ -39,7 +45,7 @@ class MSAIcpIndexerPlan:
 max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit
         As given to the constructor function, ``device`` with its index filled in.
     arch : str
-        Architecture of the cubins that serve the device, such as ``"sm_90a"``; with ``backend="torch"`` the device type.
+        Architecture of the cubins that serve the device, such as ``"sm_90a"``; its type with ``backend="torch"``.
     heads_per_rank : int
         Heads whose selection this rank owns, ``4 / world_size``.
     index_scale, index_offset : int
@@ -55,10 +61,24 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     """
 
     def __init__(
-        self, *, world_size: int, rank: int, num_index_heads: int, page_size: int, init_blocks: int,
-        local_blocks: int, max_decode_tokens: int, max_decode_query_len: int, max_num_batched_tokens: int,
-        max_num_seqs: int, max_model_len: int, num_sparse_layers: int, device: Any, backend: str, spin_limit: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        world_size: int,
+        rank: int,
+        num_index_heads: int,
+        page_size: int,
+        init_blocks: int,
+        local_blocks: int,
+        max_decode_tokens: int,
+        max_decode_query_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_sparse_layers: int,
+        device: Any,
+        backend: str,
+        spin_limit: int,
+    ) -> None:
         implementation = find_backend(backend)
         self.world_size = require_world_size(world_size)
         self.rank = require_int("rank", rank, 0, world_size - 1)
@@ -93,8 +113,14 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.prefill_short_tokens = 0
         # What every launch of the decode chain takes from the plan, in the launcher's order.
         self.chain_numbers = (
-            rank, world_size, self.heads_per_rank, max_decode_tokens, init_blocks, local_blocks, spin_limit,
-        )  # fmt: skip
+            rank,
+            world_size,
+            self.heads_per_rank,
+            max_decode_tokens,
+            init_blocks,
+            local_blocks,
+            spin_limit,
+        )
         self._backend = implementation
         self._checked_comm: tuple[Any, ...] = ()
 
@@ -203,16 +229,27 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
         if tagged and self.num_sparse_layers < 2:
             raise ValueError(
-                f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two uses "
-                "of a slot set must be at least two layers apart"
+                f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two "
+                "uses of a slot set must be at least two layers apart"
             )
         require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
 
     def decode(
-        self, index_q: torch.Tensor, index_k: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-        num_valid_pages: torch.Tensor, scores: torch.Tensor, output: torch.Tensor, *, comm: Any, slot: int,
-        tagged: bool, decode_query_len: int, enable_pdl: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        scores: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+    ) -> None:
         """One layer's decode chain: score, select and publish, merge.
 
         Parameters
@@ -221,8 +258,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             float8_e4m3fn ``[T, 4, 128]``, contiguous, ``T = B * decode_query_len <= max_decode_tokens``. Token ``j`` of
             request ``b`` is row ``b * decode_query_len + j`` and stands at ``seq_lens[b] - decode_query_len + j``.
         index_k : torch.Tensor
-            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that is
-            a multiple of 16 bytes.
+            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that
+            is a multiple of 16 bytes.
         block_table : torch.Tensor
             int32 ``[B, columns]``, unit last stride: page of each page column of a request.
         seq_lens : torch.Tensor
@@ -260,10 +297,20 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, (num_valid_pages, output))
 
     def decode_publish(
-        self, index_q: torch.Tensor, index_k: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-        num_valid_pages: torch.Tensor, scores: torch.Tensor, *, comm: Any, slot: int, tagged: bool,
-        decode_query_len: int, enable_pdl: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        scores: torch.Tensor,
+        *,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+    ) -> None:
         """The first half of :meth:`decode`: score, select and publish. Arguments are those of ``decode``.
 
         Ranks that share a stream run all publishes of a layer before any merge.
@@ -274,9 +321,15 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, None)
 
     def decode_merge(
-        self, num_valid_pages: torch.Tensor, output: torch.Tensor, *, comm: Any, slot: int, tagged: bool,
+        self,
+        num_valid_pages: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        comm: Any,
+        slot: int,
+        tagged: bool,
         enable_pdl: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
         self._require_comm(comm)
         self._require_form(slot, tagged)
@@ -284,10 +337,23 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
 
 def prepare_msa_icp_indexer(
-    *, world_size: int, rank: int, num_index_heads: int, page_size: int, init_blocks: int, local_blocks: int,
-    max_decode_tokens: int, max_decode_query_len: int, max_num_batched_tokens: int, max_num_seqs: int,
-    max_model_len: int, num_sparse_layers: int, device: Any, spin_limit: int = _SPIN_LIMIT, backend: str = "cake",
-) -> MSAIcpIndexerPlan:  # fmt: skip
+    *,
+    world_size: int,
+    rank: int,
+    num_index_heads: int,
+    page_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    max_decode_tokens: int,
+    max_decode_query_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_sparse_layers: int,
+    device: Any,
+    spin_limit: int = _SPIN_LIMIT,
+    backend: str = "cake",
+) -> MSAIcpIndexerPlan:
     """Prepare one rank's indexer from the serving limits.
 
     Parameters
@@ -325,9 +391,19 @@ def prepare_msa_icp_indexer(
         If a limit is out of range, or no kernels are installed for the device.
     """
     return MSAIcpIndexerPlan(
-        world_size=world_size, rank=rank, num_index_heads=num_index_heads, page_size=page_size,
-        init_blocks=init_blocks, local_blocks=local_blocks, max_decode_tokens=max_decode_tokens,
-        max_decode_query_len=max_decode_query_len, max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_sparse_layers=num_sparse_layers, device=device,
-        backend=backend, spin_limit=spin_limit,
-    )  # fmt: skip
+        world_size=world_size,
+        rank=rank,
+        num_index_heads=num_index_heads,
+        page_size=page_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        max_decode_tokens=max_decode_tokens,
+        max_decode_query_len=max_decode_query_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_sparse_layers=num_sparse_layers,
+        device=device,
+        backend=backend,
+        spin_limit=spin_limit,
+    )

@@ -54,8 +54,8 @@ def msa_icp_decode_index_score_sharded(
     """Score this rank's keys for the newest tokens of each request.
 
     ``score_out[t, h, c]`` becomes the largest dot product of query ``(t, h)`` with the keys of page column ``c`` that
-    this rank holds and token ``t`` sees; ``-inf`` where it sees none. NaN products are ignored and ``-0.0`` is written as
-    ``+0.0``. Column ``c`` is global block ``c`` for 128-token pages and ``2 c + rank * 2 // W`` for 256-token pages.
+    this rank holds and token ``t`` sees; ``-inf`` where it sees none. NaN products are ignored and ``-0.0`` is written
+    as ``+0.0``. Column ``c`` is global block ``c`` for 128-token pages and ``2 c + rank * 2 // W`` for 256-token pages.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ def msa_icp_decode_index_score_sharded(
         float8_e4m3fn ``[T, 4, 128]`` with ``T = B * decode_query_len``, contiguous, 16-byte aligned. Token ``j`` of
         request ``b`` is row ``b * decode_query_len + j``, at position ``seq_lens[b] - decode_query_len + j``.
     index_k : torch.Tensor
-        float8_e4m3fn ``[pages, page_size / W, 128]``: dense rows, 16-byte aligned, a page pitch of at least a page and a
-        multiple of 16 bytes.
+        float8_e4m3fn ``[pages, page_size / W, 128]``: dense rows, 16-byte aligned, a page pitch of at least a page
+        and a multiple of 16 bytes.
     block_table : torch.Tensor
         int32 ``[B, columns]``, unit last stride. Only entries of pages that a request's keys fill are read.
     seq_lens : torch.Tensor
@@ -90,9 +90,18 @@ def msa_icp_decode_index_score_sharded(
         If an argument is not as described, or no kernels are installed for the GPU.
     """
     find_backend(backend).decode_index_score(
-        index_q, index_k, block_table, seq_lens, score_out, rank, world_size, page_size, decode_query_len,
-        max_decode_query_len, enable_pdl,
-    )  # fmt: skip
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        score_out,
+        rank,
+        world_size,
+        page_size,
+        decode_query_len,
+        max_decode_query_len,
+        enable_pdl,
+    )
 
 
 def msa_icp_topk_select_publish(
@@ -118,9 +127,9 @@ def msa_icp_topk_select_publish(
     """Select the 16 best local blocks of every (token, head) and store them into the receive rows of the head's owner.
 
     Candidates are the columns whose global id ``c * index_scale + index_offset`` is below
-    ``min(num_valid_pages[t], 8192)``. Forced blocks (ids below ``force_begin_blocks``, and the last ``force_end_blocks``
-    of ``num_valid_pages``) come first, then higher scores (NaN as ``-inf``), then lower ids. A row holds 16 raw score
-    words and 16 ids, both ascending by id; unused places are ``(-inf, -1)``.
+    ``min(num_valid_pages[t], 8192)``. Forced blocks (ids below ``force_begin_blocks``, and the last
+    ``force_end_blocks`` of ``num_valid_pages``) come first, then higher scores (NaN as ``-inf``), then lower ids. A row
+    holds 16 raw score words and 16 ids, both ascending by id; unused places are ``(-inf, -1)``.
 
     Parameters
     ----------
@@ -141,8 +150,8 @@ def msa_icp_topk_select_publish(
     enable_pdl : bool
         Launch as a programmatic dependent of the preceding kernel; nothing is read before it has completed.
     generations : torch.Tensor, optional
-        int32 ``[3, 4, capacity]``: this rank's publish counters. With them, tagged rows are written: no row is waited for,
-        but two uses of a slot set must be at least two layers apart.
+        int32 ``[3, 4, capacity]``: this rank's publish counters. With them, tagged rows are written: no row is waited
+        for, but two uses of a slot set must be at least two layers apart.
     index_scale, index_offset : int
         1 and 0 for 128-token pages; 2 and ``rank * 2 // W`` for 256-token pages.
     backend : str
@@ -156,9 +165,23 @@ def msa_icp_topk_select_publish(
         If an earlier wait has run out. The torch backend raises it for its own wait, as nothing could end that.
     """
     find_backend(backend).topk_select_publish(
-        scores, num_valid_pages, recv_bases, errors, slot, rank, world_size, heads_per_rank, capacity,
-        force_begin_blocks, force_end_blocks, spin_limit, enable_pdl, generations, index_scale, index_offset,
-    )  # fmt: skip
+        scores,
+        num_valid_pages,
+        recv_bases,
+        errors,
+        slot,
+        rank,
+        world_size,
+        heads_per_rank,
+        capacity,
+        force_begin_blocks,
+        force_end_blocks,
+        spin_limit,
+        enable_pdl,
+        generations,
+        index_scale,
+        index_offset,
+    )
 
 
 def msa_icp_merge_candidates(
@@ -177,8 +200,8 @@ def msa_icp_merge_candidates(
 ) -> None:
     """Merge the candidate rows of all ranks into the global Top16 of every owned head.
 
-    Ids outside ``[0, min(num_valid_pages, 8192))`` are dropped, and of one id the largest score counts (NaN as ``-inf``).
-    Ids below ``init_blocks`` or in the last ``local_blocks`` come first, then higher scores, then lower ids.
+    Ids outside ``[0, min(num_valid_pages, 8192))`` are dropped, and of one id the largest score counts (NaN as
+    ``-inf``). Ids below ``init_blocks`` or in the last ``local_blocks`` come first, then higher scores, then lower ids.
 
     Parameters
     ----------
@@ -215,6 +238,14 @@ def msa_icp_merge_candidates(
         If an earlier wait has run out. The torch backend raises it for its own wait, as nothing could end that.
     """
     find_backend(backend).merge_candidates(
-        recv_slot, num_valid_pages, output, errors, init_blocks, local_blocks, spin_limit, enable_pdl,
-        expected_generations, prefill,
-    )  # fmt: skip
+        recv_slot,
+        num_valid_pages,
+        output,
+        errors,
+        init_blocks,
+        local_blocks,
+        spin_limit,
+        enable_pdl,
+        expected_generations,
+        prefill,
+    )

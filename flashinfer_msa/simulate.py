@@ -142,10 +142,10 @@ class Expected(NamedTuple):
     forced: torch.Tensor
 
 
-def brute_force_top16(problem: DecodeProblem, *, init_blocks: int, local_blocks: int) -> Expected:
-    """Score every key in float64 and take the 16 best blocks: forced first, then by score, ties to the lower id."""
+def block_scores(problem: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score every key in float64: ``scores`` and ``bounds`` of :class:`Expected`."""
     layout, query_len = problem.layout, problem.decode_query_len
-    seq_lens, visible, valid = (x.tolist() for x in (problem.seq_lens, problem.visible_keys, problem.num_valid_pages))
+    seq_lens, visible = problem.seq_lens.tolist(), problem.visible_keys.tolist()
     tokens = len(visible)
     blocks = problem.block_table.shape[1] * layout.page_size // BLOCK_TOKENS
     device = problem.pages.device
@@ -163,9 +163,25 @@ def brute_force_top16(problem: DecodeProblem, *, init_blocks: int, local_blocks:
                 scores[token, :, span] = _block_max(query @ key.T, seen, -torch.inf)
                 bounds[token, :, span] = _block_max(query.abs() @ key.abs().T, seen, 0.0)
 
+    return scores, bounds
+
+
+def brute_force_top16(
+    problem: DecodeProblem,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    scored: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Expected:
+    """Take the 16 best of all blocks: forced first, then by score, ties to the lower id.
+
+    ``scored`` is ``block_scores(problem)``, for callers that select more than once.
+    """
+    scores, bounds = block_scores(problem) if scored is None else scored
+    valid = problem.num_valid_pages.tolist()
     # A score is an FP32 number, so blocks tie that round to the same one.
     rounded = scores.float().double().cpu().numpy()
-    ids = np.full((tokens, NUM_HEADS, TOP_K), -1, dtype=np.int32)
+    ids = np.full((len(valid), NUM_HEADS, TOP_K), -1, dtype=np.int32)
     forced = np.zeros(rounded.shape, dtype=bool)
     for token, count in enumerate(valid):
         block = np.arange(count)
@@ -175,7 +191,7 @@ def brute_force_top16(problem: DecodeProblem, *, init_blocks: int, local_blocks:
             order = np.lexsort((block, -rounded[token, head, :count], ~forced[token, head, :count]))
             chosen = np.sort(order[:TOP_K])
             ids[token, head, : len(chosen)] = chosen
-    return Expected(torch.from_numpy(ids).to(device), scores, bounds, torch.from_numpy(forced).to(device))
+    return Expected(torch.from_numpy(ids).to(scores.device), scores, bounds, torch.from_numpy(forced).to(scores.device))
 
 
 def _block_max(dots: torch.Tensor, seen: int, empty: float) -> torch.Tensor:

@@ -81,8 +81,8 @@ def msa_icp_index_score_plan_storage(
     -------
     dict
         ``work_range_numel`` (int64 elements of ``packed_work_range``): the multiprocessor count;
-        ``work_info_numel`` (int64 elements of ``packed_work_info``): ``(ceil(total_q / 128) + batch - 1) * num_qo_heads``;
-        ``workspace_bytes``: 32 MiB.
+        ``work_info_numel`` (int64 elements of ``packed_work_info``):
+        ``(ceil(total_q / 128) + batch - 1) * num_qo_heads``; ``workspace_bytes``: 32 MiB.
     """
     require_int("num_qo_heads", num_qo_heads, NUM_HEADS, NUM_HEADS)
     require_int("total_q", total_q, 1)
@@ -116,7 +116,7 @@ def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
 
 
 def msa_icp_decode_pool_bytes(*, max_decode_tokens: int, num_heads: int = NUM_HEADS) -> int:
-    """Bytes of the fused decode chain's pool: ``max_decode_tokens * num_heads`` rows of 128 lists of 16 8-byte entries."""
+    """Bytes of the fused decode chain's pool: 128 lists of 16 8-byte entries for each of ``tokens * heads`` rows."""
     require_int("max_decode_tokens", max_decode_tokens, 1)
     require_int("num_heads", num_heads, 1)
     return max_decode_tokens * num_heads * _LIST_SPLITS * TOP_K * _ENTRY_BYTES

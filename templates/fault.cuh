@@ -1,15 +1,21 @@
 // What a wait does that has run out of polls: count it, record it, end the context.
-namespace {
+namespace msa_icp {
 
+// Named outside an anonymous namespace: the compiler mangles internal names with the source's path, and cubins are
+// reproducible.
 __device__ unsigned fault_claimed;
 __device__ unsigned fault_recorded;
+
+}  // namespace msa_icp
+
+namespace {
 
 // `rank` and `slot` are -1 where the kernel does not know them. Does not return.
 __device__ __forceinline__ void fail_wait(msa_icp::FaultRecord* record, int* errors, msa_icp::Wait wait,
                                           msa_icp::RowForm form, int rank, int slot, int peer, int head, int row,
                                           int polls) {
   ptx::add_relaxed(errors, 1);
-  if (atomicExch(&fault_claimed, 1u) == 0) {
+  if (atomicExch(&msa_icp::fault_claimed, 1u) == 0) {
     volatile msa_icp::FaultRecord* out = record;
     out->wait = static_cast<int>(wait);
     out->form = static_cast<int>(form);
@@ -22,10 +28,10 @@ __device__ __forceinline__ void fail_wait(msa_icp::FaultRecord* record, int* err
     ptx::fence();  // the host must see the fields before `complete`
     out->complete = 1;
     ptx::fence();  // and all of it before the context ends
-    atomicExch(&fault_recorded, 1u);
+    atomicExch(&msa_icp::fault_recorded, 1u);
   } else {
     // A trap here could end the context before the first fault is on record.
-    for (int i = 0; i < (1 << 20) && atomicAdd(&fault_recorded, 0u) == 0; ++i) {
+    for (int i = 0; i < (1 << 20) && atomicAdd(&msa_icp::fault_recorded, 0u) == 0; ++i) {
     }
   }
   __trap();

@@ -22,7 +22,9 @@ class CakeBackend:
         if resolved.type != "cuda":
             raise ValueError(f'device must be a CUDA device for backend="cake", was {resolved}')
         if not torch.cuda.is_available():
-            raise ValueError(f'device must be usable, was {resolved}: torch finds no CUDA device; backend="torch" runs anywhere')
+            raise ValueError(
+                f'device must be usable, was {resolved}: torch finds no CUDA device; backend="torch" runs anywhere'
+            )
         index = torch.cuda.current_device() if resolved.index is None else resolved.index
         if index >= torch.cuda.device_count():
             raise ValueError(f"device must be one of {torch.cuda.device_count()} CUDA devices, was {resolved}")

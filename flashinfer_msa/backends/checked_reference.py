@@ -28,61 +28,155 @@ class TorchBackend:
         """Nothing needs to be resident."""
 
     def decode_index_score(
-        self, index_q: torch.Tensor, index_k: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-        score_out: torch.Tensor, rank: int, world_size: int, page_size: int, decode_query_len: int,
-        max_decode_query_len: int, enable_pdl: bool,
-    ) -> None:  # fmt: skip
+        self,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        score_out: torch.Tensor,
+        rank: int,
+        world_size: int,
+        page_size: int,
+        decode_query_len: int,
+        max_decode_query_len: int,
+        enable_pdl: bool,
+    ) -> None:
         """Score in torch."""
         arguments.decode_index_score(
-            False, index_q, index_k, block_table, seq_lens, score_out, rank, world_size, page_size, decode_query_len,
-            max_decode_query_len, enable_pdl,
-        )  # fmt: skip
+            False,
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            score_out,
+            rank,
+            world_size,
+            page_size,
+            decode_query_len,
+            max_decode_query_len,
+            enable_pdl,
+        )
         reference.decode_index_score(
-            index_q, index_k, block_table, seq_lens, score_out, layout=find_layout(page_size, world_size), rank=rank,
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            score_out,
+            layout=find_layout(page_size, world_size),
+            rank=rank,
             decode_query_len=decode_query_len,
-        )  # fmt: skip
+        )
 
     def topk_select_publish(
-        self, scores: torch.Tensor, num_valid_pages: torch.Tensor, recv_bases: torch.Tensor, errors: torch.Tensor,
-        slot: int, rank: int, world_size: int, heads_per_rank: int, capacity: int, force_begin_blocks: int,
-        force_end_blocks: int, spin_limit: int, enable_pdl: bool, generations: torch.Tensor | None, index_scale: int,
+        self,
+        scores: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        recv_bases: torch.Tensor,
+        errors: torch.Tensor,
+        slot: int,
+        rank: int,
+        world_size: int,
+        heads_per_rank: int,
+        capacity: int,
+        force_begin_blocks: int,
+        force_end_blocks: int,
+        spin_limit: int,
+        enable_pdl: bool,
+        generations: torch.Tensor | None,
+        index_scale: int,
         index_offset: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Select in torch, and publish through the addresses."""
         arguments.topk_select_publish(
-            False, scores, num_valid_pages, recv_bases, errors, slot, rank, world_size, heads_per_rank, capacity,
-            force_begin_blocks, force_end_blocks, spin_limit, enable_pdl, generations, index_scale, index_offset,
-        )  # fmt: skip
+            False,
+            scores,
+            num_valid_pages,
+            recv_bases,
+            errors,
+            slot,
+            rank,
+            world_size,
+            heads_per_rank,
+            capacity,
+            force_begin_blocks,
+            force_end_blocks,
+            spin_limit,
+            enable_pdl,
+            generations,
+            index_scale,
+            index_offset,
+        )
         if scores.shape[0] == 0:
             return
         reference.topk_select_publish(
-            scores, num_valid_pages, recv_bases, errors, slot=slot, rank=rank, world_size=world_size,
-            heads_per_rank=heads_per_rank, capacity=capacity, force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks, spin_limit=spin_limit, generations=generations, index_scale=index_scale,
+            scores,
+            num_valid_pages,
+            recv_bases,
+            errors,
+            slot=slot,
+            rank=rank,
+            world_size=world_size,
+            heads_per_rank=heads_per_rank,
+            capacity=capacity,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            spin_limit=spin_limit,
+            generations=generations,
+            index_scale=index_scale,
             index_offset=index_offset,
-        )  # fmt: skip
+        )
 
     def merge_candidates(
-        self, recv_slot: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor, errors: torch.Tensor,
-        init_blocks: int, local_blocks: int, spin_limit: int, enable_pdl: bool,
-        expected_generations: torch.Tensor | None, prefill: bool,
-    ) -> None:  # fmt: skip
+        self,
+        recv_slot: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        output: torch.Tensor,
+        errors: torch.Tensor,
+        init_blocks: int,
+        local_blocks: int,
+        spin_limit: int,
+        enable_pdl: bool,
+        expected_generations: torch.Tensor | None,
+        prefill: bool,
+    ) -> None:
         """Merge in torch."""
         arguments.merge_candidates(
-            False, recv_slot, num_valid_pages, output, errors, init_blocks, local_blocks, spin_limit, enable_pdl,
-            expected_generations, prefill,
-        )  # fmt: skip
+            False,
+            recv_slot,
+            num_valid_pages,
+            output,
+            errors,
+            init_blocks,
+            local_blocks,
+            spin_limit,
+            enable_pdl,
+            expected_generations,
+            prefill,
+        )
         if num_valid_pages.numel() == 0:
             return
         reference.merge_candidates(
-            recv_slot, num_valid_pages, output, errors, init_blocks=init_blocks, local_blocks=local_blocks,
-            spin_limit=spin_limit, expected_generations=expected_generations, prefill=prefill,
-        )  # fmt: skip
+            recv_slot,
+            num_valid_pages,
+            output,
+            errors,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            spin_limit=spin_limit,
+            expected_generations=expected_generations,
+            prefill=prefill,
+        )
 
     def decode(
-        self, plan: MSAIcpIndexerPlan, comm: Any, slot: int, tagged: bool, enable_pdl: bool,
-        publish: tuple[Any, ...] | None, merge: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: MSAIcpIndexerPlan,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        enable_pdl: bool,
+        publish: tuple[Any, ...] | None,
+        merge: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
         """The chain in torch."""
         arguments.decode(False, plan, comm, slot, tagged, enable_pdl, publish, merge)
         if publish is not None:
@@ -90,22 +184,44 @@ class TorchBackend:
             tokens = index_q.shape[0]
             if tokens > 0:
                 reference.decode_index_score(
-                    index_q, index_k, block_table, seq_lens, scores[:tokens], layout=plan.layout, rank=plan.rank,
+                    index_q,
+                    index_k,
+                    block_table,
+                    seq_lens,
+                    scores[:tokens],
+                    layout=plan.layout,
+                    rank=plan.rank,
                     decode_query_len=decode_query_len,
-                )  # fmt: skip
+                )
                 reference.topk_select_publish(
-                    scores[:tokens], num_valid_pages, comm.tagged_recv_bases if tagged else comm.recv_bases,
-                    comm.errors, slot=slot, rank=plan.rank, world_size=plan.world_size,
-                    heads_per_rank=plan.heads_per_rank, capacity=plan.max_decode_tokens,
-                    force_begin_blocks=plan.init_blocks, force_end_blocks=plan.local_blocks,
-                    spin_limit=plan.spin_limit, generations=comm.publish_generations if tagged else None,
-                    index_scale=plan.index_scale, index_offset=plan.index_offset,
-                )  # fmt: skip
+                    scores[:tokens],
+                    num_valid_pages,
+                    comm.tagged_recv_bases if tagged else comm.recv_bases,
+                    comm.errors,
+                    slot=slot,
+                    rank=plan.rank,
+                    world_size=plan.world_size,
+                    heads_per_rank=plan.heads_per_rank,
+                    capacity=plan.max_decode_tokens,
+                    force_begin_blocks=plan.init_blocks,
+                    force_end_blocks=plan.local_blocks,
+                    spin_limit=plan.spin_limit,
+                    generations=comm.publish_generations if tagged else None,
+                    index_scale=plan.index_scale,
+                    index_offset=plan.index_offset,
+                )
         if merge is not None and merge[0].numel() > 0:
             num_valid_pages, output = merge
             reference.merge_candidates(
-                (comm.tagged_recv if tagged else comm.recv)[slot], num_valid_pages, output, comm.errors,
-                init_blocks=plan.init_blocks, local_blocks=plan.local_blocks, spin_limit=plan.spin_limit,
-                expected_generations=comm.expected_generations[slot] if tagged else None, prefill=False,
-                rank=plan.rank, slot=slot,
-            )  # fmt: skip
+                (comm.tagged_recv if tagged else comm.recv)[slot],
+                num_valid_pages,
+                output,
+                comm.errors,
+                init_blocks=plan.init_blocks,
+                local_blocks=plan.local_blocks,
+                spin_limit=plan.spin_limit,
+                expected_generations=comm.expected_generations[slot] if tagged else None,
+                prefill=False,
+                rank=plan.rank,
+                slot=slot,
+            )

@@ -6,6 +6,7 @@
 #include <tvm/ffi/c_api.h>
 
 #include "call.h"
+#include "constants.h"
 #include "kernels.h"
 #include "params.h"
 
@@ -15,9 +16,7 @@ namespace msa_icp {
 namespace {
 
 constexpr int64_t kAny = -1;
-constexpr int kHeads = 4, kHeadDim = 128, kTopK = 16, kMaxBlocks = 8192, kMaxScoreColumns = 12288, kSlotSets = 3;
-constexpr int kRowWords = 33, kTaggedWords = 32, kMaxQueryRows = 32;
-constexpr int kRowsPerTile = 8;
+constexpr int kRowsPerTile = 8;  // query rows of one tensor-core tile
 
 int as_int(int64_t value) { return static_cast<int>(value); }
 
@@ -283,7 +282,7 @@ void take_publish_half(Call& call, Facade* f) {
   f->publish.generations = call.optional_tensor("comm.publish_generations", Type::kInt32, 3);
   f->publish.errors = call.tensor("comm.errors", Type::kInt32, 1);
   f->score.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
-  const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryRows / kHeads));
+  const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
   f->score.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
   f->publish.index_scale = as_int(call.integer("index_scale", 1, 2));
   f->publish.index_offset = as_int(call.integer("index_offset", 0, 1));
@@ -336,7 +335,7 @@ MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, T
   s.rank = as_int(call.integer("rank", 0, INT32_MAX));
   s.world_size = as_int(call.integer("world_size", 1, INT32_MAX));
   s.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
-  const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryRows / kHeads));
+  const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
   s.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
   s.enable_pdl = call.flag("enable_pdl");
   const int layout = check_score(call, s, false);

@@ -30,8 +30,8 @@ def find_architecture(manifest: Manifest, capability: tuple[int, int], device: s
         major, minor = capability
         raise ValueError(
             f"device must be a GPU that kernels are installed for, was {device} of compute capability {major}.{minor}; "
-            f"installed: {', '.join(manifest.architectures) or 'none'}. Build them for this GPU with `flashinfer-msa build "
-            f'--arch sm_{major}{minor}a` where `flashinfer-msa build --help` lists it, or pass backend="torch"'
+            f"installed: {', '.join(manifest.architectures) or 'none'}. Build them for this GPU with `flashinfer-msa "
+            f"build --arch NAME` if `flashinfer-msa build --help` lists its architecture, or pass backend='torch'"
         )
     return architecture
 
@@ -49,8 +49,14 @@ def load_device(index: int) -> None:
             page_size, world_size = (layout.page_size, layout.world_size) if layout else (0, 0)
             for kernel in entry["kernels"]:
                 native.load_kernel(
-                    index, module, page_size, world_size, kernel["role"], kernel["symbol"], kernel["threads"],
+                    index,
+                    module,
+                    page_size,
+                    world_size,
+                    kernel["role"],
+                    kernel["symbol"],
+                    kernel["threads"],
                     kernel["shared_bytes"],
-                )  # fmt: skip
+                )
         native.mark_ready(index)
         _loaded[index] = architecture

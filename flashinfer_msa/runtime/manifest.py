@@ -63,7 +63,9 @@ class Manifest:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise RuntimeError(f"{path} is in the manifest but cannot be read ({error.strerror}): {_REINSTALL}") from error
+            raise RuntimeError(
+                f"{path} is in the manifest but cannot be read ({error.strerror}): {_REINSTALL}"
+            ) from error
         digest = hashlib.sha256(content).hexdigest()
         if digest != entry["sha256"]:
             raise RuntimeError(
@@ -80,8 +82,8 @@ def read_manifest(root: Path) -> Manifest:
         data = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path} does not exist, so no kernels are installed: install a wheel of flashinfer-msa, or build them with "
-            "`flashinfer-msa build`"
+            f"{path} does not exist, so no kernels are installed: install a wheel of flashinfer-msa, or build them "
+            "with `flashinfer-msa build`"
         ) from error
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{path} cannot be read ({error}): {_REINSTALL}") from error

@@ -21,9 +21,14 @@ def library() -> Any:
     module = tvm_ffi.load_module(str(load_manifest().launcher()))
     for layout in LAYOUTS.values():
         module.add_layout(
-            layout.name, layout.page_size, layout.world_size, layout.rows, layout.page_bytes, layout.heads_per_rank,
+            layout.name,
+            layout.page_size,
+            layout.world_size,
+            layout.rows,
+            layout.page_bytes,
+            layout.heads_per_rank,
             layout.index_scale,
-        )  # fmt: skip
+        )
     module.set_loader(tvm_ffi.convert(_load_device))
     return module
 

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU tests: their marker, and the layouts. ``FLASHINFER_MSA_TEST_SHAPES=small`` shrinks them for a sanitizer."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from flashinfer_msa.layout import LAYOUTS, Layout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs a GPU."""
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(params=list(LAYOUTS.values()), ids=lambda layout: layout.name)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    """Each layout in turn."""
+    return request.param

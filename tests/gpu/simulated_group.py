@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor-parallel group simulated on one GPU, and what the GPU tests share beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.comm import MSAIcpComm, local_comm
+from flashinfer_msa.indexer import MSAIcpIndexerPlan
+from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
+from flashinfer_msa.simulate import DecodeProblem
+
+SMALL = os.environ.get("FLASHINFER_MSA_TEST_SHAPES") == "small"
+"""Shapes that a sanitizer can run."""
+POISON = -12345.5
+"""A score that no kernel writes."""
+
+
+@dataclass
+class Group:
+    """All ranks of a tensor-parallel group, simulated on one device."""
+
+    layout: Layout
+    plans: list[MSAIcpIndexerPlan]
+    comms: list[MSAIcpComm]
+
+    @classmethod
+    def make(
+        cls,
+        layout: Layout,
+        *,
+        tokens: int,
+        max_model_len: int,
+        init_blocks: int = 1,
+        local_blocks: int = 2,
+        backend: str = "cake",
+        **limits: Any,
+    ) -> Group:
+        """Plans and storage of every rank; ``tokens`` is the capacity."""
+        plans = [
+            msa_ops.prepare_msa_icp_indexer(
+                world_size=layout.world_size,
+                rank=rank,
+                num_index_heads=NUM_HEADS,
+                page_size=layout.page_size,
+                init_blocks=init_blocks,
+                local_blocks=local_blocks,
+                max_decode_tokens=tokens,
+                max_decode_query_len=8,
+                max_num_batched_tokens=8192,
+                max_num_seqs=64,
+                max_model_len=max_model_len,
+                num_sparse_layers=4,
+                device="cuda",
+                backend=backend,
+                **limits,
+            )
+            for rank in range(layout.world_size)
+        ]
+        for plan in plans:
+            plan.warmup()
+        return cls(layout, plans, local_comm(plans))
+
+    def scores(self, tokens: int) -> list[torch.Tensor]:
+        """Poisoned score planes, one a rank."""
+        columns = self.plans[0].decode_score_columns
+        return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.plans]
+
+    def decode(
+        self,
+        problem: DecodeProblem,
+        shards: Sequence[torch.Tensor],
+        scores: Sequence[torch.Tensor],
+        *,
+        slot: int,
+        tagged: bool,
+        enable_pdl: bool = True,
+    ) -> torch.Tensor:
+        """Every rank's publish, then every rank's merge; the owners' outputs side by side, ``[T, 4, 16]``."""
+        tokens = len(problem.index_q)
+        form: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
+        for plan, comm, shard, plane in zip(self.plans, self.comms, shards, scores, strict=True):
+            plan.decode_publish(
+                problem.index_q,
+                shard,
+                problem.block_table,
+                problem.seq_lens,
+                problem.num_valid_pages,
+                plane,
+                comm=comm,
+                decode_query_len=problem.decode_query_len,
+                **form,
+            )
+        outputs = []
+        for plan, comm in zip(self.plans, self.comms, strict=True):
+            output = torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+            outputs.append(output)
+        return torch.cat(outputs, dim=1)
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bitwise equality, with the first difference in the message."""
+    bits = {torch.float32: torch.int32}.get(actual.dtype, actual.dtype)
+    differs = actual.view(bits) != expected.view(bits)
+    if differs.any():
+        at = tuple(differs.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(differs.sum())} of {differs.numel()} differ, first at {at}: "
+            f"{actual[at]} instead of {expected[at]}"
+        )

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole decode chain against the unsharded brute force, and the scorer against the reference, on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from simulated_group import POISON, SMALL, Group, assert_equal
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.layout import NUM_HEADS, Layout
+from flashinfer_msa.simulate import Comparison, DecodeProblem, block_scores, brute_force_top16, compare, random_e4m3
+
+FORCED = [(0, 0), (0, 1), (1, 2), (8, 8)]
+BATCHES = [1, 3] if SMALL else [1, 3, 17, 64]
+QUERY_LENS = [1, 8] if SMALL else range(1, 9)
+LONGEST = 1500 if SMALL else 131072
+
+
+def ragged_lengths(batch: int, seed: int) -> list[int]:
+    """Lengths from 0 to LONGEST, spread over their orders of magnitude, and both ends in every larger batch."""
+    draw = random.Random(seed)
+    lengths = [min(int(2 ** draw.uniform(0, 17.01)), LONGEST) for _ in range(batch)]
+    if batch > 1:
+        lengths[draw.randrange(batch)] = 0
+    lengths[-1] = LONGEST - draw.randrange(300)
+    return lengths
+
+
+@pytest.mark.parametrize("query_len", QUERY_LENS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_output_equals_unsharded_top16(layout: Layout, batch: int, query_len: int, record_property) -> None:
+    """Both row forms and every combination of forced blocks, on one problem with a page pitch larger than the page."""
+    seed = 1000 * batch + query_len
+    problem = DecodeProblem.random(
+        layout,
+        seq_lens=ragged_lengths(batch, seed),
+        decode_query_len=query_len,
+        device="cuda",
+        seed=seed,
+        page_pitch_extra=16 * (1 + seed % 9),
+        block_table_extra_columns=seed % 3,
+    )
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    scored = block_scores(problem)
+    counts = Comparison()
+    for i, (init_blocks, local_blocks) in enumerate(FORCED):
+        tokens = batch * query_len
+        group = Group.make(
+            layout, tokens=tokens + i, max_model_len=LONGEST, init_blocks=init_blocks, local_blocks=local_blocks
+        )
+        expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks, scored=scored)
+        for tagged in (False, True):
+            output = group.decode(problem, shards, group.scores(tokens), slot=(i + tagged) % 3, tagged=tagged)
+            counts = counts.plus(compare(output, expected))
+        assert [int(comm.errors) for comm in group.comms] == [0] * layout.world_size
+    record_property("near_ties", counts.near_ties)
+    assert counts.wrong == 0, counts
+    assert counts.near_ties <= counts.rows // 1000, counts
+
+
+@pytest.mark.parametrize("query_len", QUERY_LENS)
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "nan-448-negative-zero"])
+def test_scores_equal_reference(layout: Layout, query_len: int, special: bool) -> None:
+    """Written columns match the reference within FP32 accumulation, and no other column is touched."""
+    batch = 5
+    problem = DecodeProblem.random(
+        layout,
+        seq_lens=[0, 1, query_len - 1, 777, min(LONGEST, 9000)],
+        decode_query_len=query_len,
+        device="cuda",
+        seed=query_len,
+        page_pitch_extra=48,
+        special=special,
+    )
+    columns = msa_ops.msa_icp_decode_score_columns(9600, layout.page_size)
+    bound = 128 * 448.0 * 448.0 if special else 128 * 30.0
+    for rank in range(layout.world_size):
+        planes = {}
+        for backend in ("cake", "torch"):
+            # A strided view: neither rows nor tokens are adjacent, and rows are not aligned to 16 bytes.
+            storage = torch.full((batch * query_len, NUM_HEADS + 1, columns + 3), POISON, device="cuda")
+            planes[backend] = storage
+            msa_ops.msa_icp_decode_index_score_sharded(
+                problem.index_q,
+                problem.shard(rank),
+                problem.block_table,
+                problem.seq_lens,
+                storage[:, :NUM_HEADS, 1 : columns + 1],
+                rank=rank,
+                world_size=layout.world_size,
+                page_size=layout.page_size,
+                decode_query_len=query_len,
+                max_decode_query_len=8,
+                backend=backend,
+            )
+        ours, reference = planes["cake"], planes["torch"]
+        unwritten = reference == POISON
+        assert torch.equal(ours == POISON, unwritten)
+        assert torch.equal(ours == -torch.inf, reference == -torch.inf)
+        assert not torch.isnan(ours).any()
+        assert not (torch.signbit(ours) & (ours == 0)).any()
+        finite = reference.isfinite()
+        assert (ours - reference)[finite].abs().max() <= 1e-5 * bound
+
+
+def test_scores_do_not_depend_on_company(layout: Layout) -> None:
+    """A request's scores are bit-equal alone, its pages spread over the grid, and in a batch, however the cut falls."""
+    problem = DecodeProblem.random(
+        layout,
+        seq_lens=[3000 if SMALL else 40000, *[500 + 7 * i for i in range(4 if SMALL else 40)]],
+        decode_query_len=3,
+        device="cuda",
+        seed=5,
+    )
+    columns = msa_ops.msa_icp_decode_score_columns(40000, layout.page_size)
+    args = {"rank": 1, "world_size": layout.world_size, "page_size": layout.page_size, "decode_query_len": 3}
+    whole = torch.full((len(problem.index_q), NUM_HEADS, columns), POISON, device="cuda")
+    alone = whole.clone()
+    shard = problem.shard(1)
+    for plane, batch in ((whole, len(problem.seq_lens)), (alone, 1)):
+        msa_ops.msa_icp_decode_index_score_sharded(
+            problem.index_q[: 3 * batch],
+            shard,
+            problem.block_table[:batch],
+            problem.seq_lens[:batch],
+            plane[: 3 * batch],
+            max_decode_query_len=8,
+            **args,
+        )
+    assert_equal(alone[:3], whole[:3], "scores")
+
+
+def test_large_batch_and_lengths_beyond_the_buffers(layout: Layout) -> None:
+    """More requests than one plan holds; lengths past block table or score columns are clamped, negatives empty."""
+    batch = 40 if SMALL else 2500
+    draw = random.Random(3)
+    lengths = [draw.randrange(0, 700) for _ in range(batch)]
+    problem = DecodeProblem.random(layout, seq_lens=lengths, decode_query_len=1, device="cuda", seed=3)
+    seq_lens = problem.seq_lens.clone()
+    full = problem.block_table.shape[1] * layout.page_size
+    longest = int(seq_lens.argmax())
+    seq_lens[longest], seq_lens[(longest + 1) % batch] = full + 10**6, -5
+    columns = 4
+    planes = []
+    for backend in ("cake", "torch"):
+        plane = torch.full((batch, NUM_HEADS, columns), POISON, device="cuda")
+        msa_ops.msa_icp_decode_index_score_sharded(
+            problem.index_q,
+            problem.shard(0),
+            problem.block_table,
+            seq_lens,
+            plane,
+            rank=0,
+            world_size=layout.world_size,
+            page_size=layout.page_size,
+            decode_query_len=1,
+            max_decode_query_len=1,
+            backend=backend,
+        )
+        planes.append(plane)
+    assert torch.equal(planes[0] == POISON, planes[1] == POISON)
+    finite = planes[1].isfinite()
+    assert torch.equal(planes[0].isfinite(), finite)
+    torch.testing.assert_close(planes[0][finite], planes[1][finite], rtol=1e-5, atol=1e-2)
+
+
+def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout) -> None:
+    """A slow kernel that writes the query and the newest page just before the chain must be honoured."""
+    context, query_len = 2000 if SMALL else 60000, 4
+    problem = DecodeProblem.random(
+        layout, seq_lens=[context, context - 130], decode_query_len=query_len, device="cuda", seed=8
+    )
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
+    stale_q = random_e4m3(problem.index_q.shape, torch.Generator("cuda").manual_seed(1))
+    fresh_q, query = problem.index_q.clone(), problem.index_q
+    newest = [problem.block_table[b, (int(n) - 1) // layout.page_size].long() for b, n in enumerate(problem.seq_lens)]
+    fresh = [[shard[page].clone() for page in newest] for shard in shards]
+    group = Group.make(layout, tokens=2 * query_len, max_model_len=context)
+    scores = group.scores(2 * query_len)
+    for trial in range(2 if SMALL else 20):
+        query.copy_(stale_q)
+        for shard in shards:
+            for page in newest:
+                shard[page].view(torch.uint8).fill_(0x7E)
+        torch.cuda.synchronize()
+        filler = torch.randn(1 << (16 if SMALL else 24), device="cuda")
+        for _ in range(3):
+            filler = filler * 1.0001
+        for shard, pages in zip(shards, fresh, strict=True):
+            for page, keys in zip(newest, pages, strict=True):
+                shard[page].view(torch.uint8).copy_(keys.view(torch.uint8))
+        query.copy_(fresh_q)
+        output = group.decode(problem, shards, scores, slot=trial % 3, tagged=True)
+        counts = compare(output, expected)
+        assert counts.wrong == 0, (trial, counts)
+
+
+def test_empty_calls_launch_nothing() -> None:
+    """No token or no request: a no-op, whatever the other sizes."""
+    empty_q = torch.empty(0, NUM_HEADS, 128, dtype=torch.float8_e4m3fn, device="cuda")
+    keys = torch.empty(4, 64, 128, dtype=torch.float8_e4m3fn, device="cuda")
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    errors = torch.zeros(1, dtype=torch.int32, device="cuda")
+    msa_ops.msa_icp_decode_index_score_sharded(
+        empty_q,
+        keys,
+        none.view(0, 1).expand(0, 5),
+        none,
+        torch.empty(0, NUM_HEADS, 8, device="cuda"),
+        rank=0,
+        world_size=2,
+        page_size=128,
+        decode_query_len=3,
+        max_decode_query_len=8,
+    )
+    msa_ops.msa_icp_topk_select_publish(
+        torch.empty(0, NUM_HEADS, 8, device="cuda"),
+        none,
+        torch.zeros(2, dtype=torch.int64, device="cuda"),
+        errors,
+        slot=0,
+        rank=0,
+        world_size=2,
+        heads_per_rank=2,
+        capacity=4,
+        force_begin_blocks=0,
+        force_end_blocks=0,
+    )
+    msa_ops.msa_icp_merge_candidates(
+        torch.zeros(2, 2, 4, 33, dtype=torch.int32, device="cuda"),
+        none,
+        torch.empty(0, 2, 16, dtype=torch.int32, device="cuda"),
+        errors,
+        init_blocks=0,
+        local_blocks=0,
+    )
+    torch.cuda.synchronize()

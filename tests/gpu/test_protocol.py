@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange protocol on a GPU: many steps over rotating slot sets, graph capture, and waits that run out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from simulated_group import SMALL, Group
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, TOP_K, Layout
+from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, compare
+
+STEPS = 30 if SMALL else 10_000
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) -> None:
+    """Each step puts its winners elsewhere: a lost, stale or mixed row shows in that step's output."""
+    layout = LAYOUTS[f"p128_tp{world_size}"]
+    tokens, columns = 3, 64
+    group = Group.make(layout, tokens=tokens, max_model_len=columns * 128, init_blocks=0, local_blocks=0)
+    valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
+    column = torch.arange(columns, device="cuda")
+    # Row (token, head) of a step takes the 16 blocks from its own offset on, rank by rank in turns.
+    start = torch.arange(tokens * NUM_HEADS, device="cuda").view(tokens, NUM_HEADS, 1) * 5
+    history = []
+    for step in range(STEPS):
+        distance = (column - start - 7 * step) % columns
+        for rank, (plan, comm) in enumerate(zip(group.plans, group.comms, strict=True)):
+            mine = torch.where(distance % world_size == rank, -distance, -1000 - distance).float()
+            msa_ops.msa_icp_topk_select_publish(
+                mine,
+                valid,
+                comm.tagged_recv_bases if tagged else comm.recv_bases,
+                comm.errors,
+                slot=step % 3,
+                rank=rank,
+                world_size=world_size,
+                heads_per_rank=plan.heads_per_rank,
+                capacity=tokens,
+                force_begin_blocks=0,
+                force_end_blocks=0,
+                generations=comm.publish_generations if tagged else None,
+            )
+        outputs = []
+        for plan, comm in zip(group.plans, group.comms, strict=True):
+            output = torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+            plan.decode_merge(valid, output, comm=comm, slot=step % 3, tagged=tagged)
+            outputs.append(output)
+        chosen = torch.zeros(tokens, NUM_HEADS, columns, dtype=torch.bool, device="cuda")
+        chosen.scatter_(2, torch.cat(outputs, dim=1).long(), True)
+        history.append((chosen != (distance < TOP_K)).any())
+    wrong = torch.stack(history).nonzero().flatten().tolist()
+    assert not wrong, f"{len(wrong)} of {STEPS} steps are wrong, first {wrong[:5]}"
+    assert [int(comm.errors) for comm in group.comms] == [0] * world_size
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> None:
+    """The chain of all ranks captured once with PDL, and replayed over other lengths in the same buffers."""
+    query_len, batch, context = 2, 5, 600 if SMALL else 20000
+    problem = DecodeProblem.random(
+        layout, seq_lens=[context] * batch, decode_query_len=query_len, device="cuda", seed=2
+    )
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    group = Group.make(layout, tokens=batch * query_len, max_model_len=context)
+    scores = group.scores(batch * query_len)
+    valid = problem.num_valid_pages.clone()
+    problem.__dict__["num_valid_pages"] = valid
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = group.decode(problem, shards, scores, slot=1, tagged=tagged)
+    generator = torch.Generator("cuda").manual_seed(4)
+    for _ in range(4):
+        fresh = DecodeProblem.random(
+            layout, seq_lens=[context] * batch, decode_query_len=query_len, device="cuda", seed=2
+        )  # the same cache
+        lengths = torch.randint(0, context + 1, (batch,), generator=generator, device="cuda", dtype=torch.int32)
+        fresh = type(fresh)(**{**fresh.__dict__, "seq_lens": lengths, "index_q": problem.index_q})
+        problem.seq_lens.copy_(lengths)
+        valid.copy_(fresh.num_valid_pages)
+        graph.replay()
+        counts = compare(output, brute_force_top16(fresh, init_blocks=1, local_blocks=2))
+        assert counts.wrong == 0, counts
+
+
+def run_alone(body: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own: what it does ends a CUDA context, or needs a fresh one."""
+    prelude = """
+        import torch
+        import flashinfer_msa
+        from flashinfer_msa import msa_ops
+        from flashinfer_msa.comm import local_comm
+        plans = [
+            msa_ops.prepare_msa_icp_indexer(
+                world_size=2, rank=r, num_index_heads=4, page_size=128, init_blocks=0, local_blocks=1,
+                max_decode_tokens=4, max_decode_query_len=1, max_num_batched_tokens=64, max_num_seqs=4,
+                max_model_len=2048, num_sparse_layers=3, device="cuda", spin_limit=5000)
+            for r in range(2)
+        ]
+        comms = local_comm(plans)
+        q = torch.zeros(4, 4, 128, device="cuda").to(torch.float8_e4m3fn)
+        k = torch.zeros(64, 64, 128, device="cuda").to(torch.float8_e4m3fn)
+        table = torch.zeros(4, 16, dtype=torch.int32, device="cuda")
+        lens = torch.full((4,), 2048, dtype=torch.int32, device="cuda")
+        valid = torch.full((4,), 16, dtype=torch.int32, device="cuda")
+        scores = torch.zeros(plans[0].decode_scores_shape(), device="cuda")
+        output = torch.zeros(4, 2, 16, dtype=torch.int32, device="cuda")
+        def publish(rank, slot, tagged):
+            plans[rank].decode_publish(q, k, table, lens, valid, scores, comm=comms[rank], slot=slot, tagged=tagged,
+                                       decode_query_len=1)
+        def merge(rank, slot, tagged):
+            plans[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
+    """
+    code = textwrap.dedent(prelude) + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
+
+
+FAULT = """
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        print("sync:", type(error).__name__)
+    fault = flashinfer_msa.last_fault()
+    print("fault:", fault)
+    try:
+        merge(0, 0, False)
+    except RuntimeError as error:
+        print("next call:", error)
+"""
+
+
+@pytest.mark.traps
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (
+            "publish(0, 1, True); merge(0, 1, True)",
+            ["rank 0", "for rank 1 to publish", "tagged receive row", "slot set 1"],
+        ),
+        (
+            "publish(1, 2, False); merge(1, 2, False)",
+            ["rank 1", "for rank 0 to publish", "legacy receive row", "slot set 2"],
+        ),
+        (
+            "publish(0, 0, False); publish(0, 0, False)",
+            ["rank 0", "to merge and release", "legacy receive row", "slot set 0"],
+        ),
+    ],
+    ids=["tagged-merge", "legacy-merge", "legacy-publish"],
+)
+def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
+    """A wait that runs out ends the context; the record outlives it and says which wait it was."""
+    done = run_alone(calls.replace("; ", "\n") + textwrap.dedent(FAULT))
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert "sync" in lines
+    for word in [*words, "5000 polls"]:
+        assert word in lines["fault"] and word in lines["next call"], done.stdout
+
+
+@pytest.mark.traps
+def test_capture_without_warmup_is_refused() -> None:
+    """Loading kernels during a capture would break it, so the call says what to do instead."""
+    done = run_alone(
+        """
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                publish(0, 0, True)
+        except RuntimeError as error:
+            print(error)
+        plans[0].warmup()
+        with torch.cuda.graph(graph):
+            publish(0, 0, True)
+        graph.replay()
+        torch.cuda.synchronize()
+        print("captured")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warmup()" in done.stdout and done.stdout.endswith("captured\n")
