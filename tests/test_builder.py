@@ -68,8 +68,10 @@ class Toy:
         (self.templates / "toy.cu.j2").write_text(KERNEL)
         (self.templates / "scale.cuh").write_text("constexpr int kScale = {{ scale }};\n")
         (self.templates / "params.h").write_text("#define TOY 1\n")
+        (self.templates / "constants.h.j2").write_text("#define TOY_K {{ TOP_K }}\n")
         (self.native / "toy.cc").write_text(
-            '#include "params.h"\nextern "C" __attribute__((visibility("default"))) int toy() { return TOY; }\n'
+            '#include "constants.h"\n#include "params.h"\n'
+            'extern "C" __attribute__((visibility("default"))) int toy() { return TOY * TOY_K; }\n'
         )
 
     def select(self, architectures: Iterable[str] | None = None) -> list[Unit]:

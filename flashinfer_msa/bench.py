@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the decode kernels and the ceilings they are held against, by CUDA graph replay on this machine's GPU.
+
+Every row is a flat dictionary, one measured case. A *cold* case rotates over at least 256 MB of distinct keys inside the
+captured graph, as the layers of a model do; a *warm* one repeats on the same keys.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import msa_ops
+from .comm import MSAIcpComm, local_comm
+from .indexer import MSAIcpIndexerPlan
+from .layout import BLOCK_TOKENS, HEAD_DIM, LAYOUTS, NUM_HEADS, TOP_K, Layout
+from .simulate import random_e4m3
+
+Row = dict[str, Any]
+_COLD_BYTES = 256 << 20
+_MAX_COPIES = 64
+
+
+def graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> float:
+    """Median microseconds of one call, when all ``calls`` are captured in one CUDA graph, in order, and replayed."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times) * 1e3 / len(calls)
+
+
+def _read_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def read(source, sums, count, BLOCK: tl.constexpr):
+        total = tl.zeros((BLOCK,), tl.int32)
+        for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            total += tl.load(source + start + tl.arange(0, BLOCK))
+        tl.store(sums + tl.program_id(0), tl.sum(total))
+
+    return read
+
+
+def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
+    """Microseconds of a pass that reads one of ``buffers`` (uint8, multiples of 64 KiB) once: the best of a few shapes."""
+    kernel = _read_kernel()
+    words = [buffer.view(torch.int32) for buffer in buffers]
+    sms = torch.cuda.get_device_properties(buffers[0].device).multi_processor_count
+    sums = torch.empty(sms * 16, dtype=torch.int32, device=buffers[0].device)
+
+    def shape(block: int, programs: int) -> float:
+        return graph_us(
+            [lambda w=w: kernel[(sms * programs,)](w, sums, w.numel(), BLOCK=block, num_warps=8) for w in words]
+        )
+
+    return min(shape(block, programs) for block in (4096, 8192, 16384) for programs in (2, 4, 8))
+
+
+def ceilings() -> Iterator[Row]:
+    """What the GPU can do: reading, copying, and launching."""
+    for size in (64 << 20, 1 << 30, 4 << 30):
+        buffers = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")]
+        if size < _COLD_BYTES:
+            buffers += [buffers[0].clone() for _ in range(_COLD_BYTES // size)]
+        us = streaming_read_us(buffers)
+        yield {
+            "job": "ceiling",
+            "name": "streaming_read",
+            "bytes": size,
+            "us": us,
+            "tb_s": size / us / 1e6,
+            "cold": True,
+        }
+    source = torch.randint(0, 256, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = graph_us([lambda: target.copy_(source)])
+    size = 2 * source.numel()
+    yield {"job": "ceiling", "name": "device_copy", "bytes": size, "us": us, "tb_s": size / us / 1e6, "cold": True}
+    one = torch.zeros(1, device="cuda")
+    yield {"job": "ceiling", "name": "tiny_kernel", "us": graph_us([lambda: one.add_(1)] * 200), "cold": False}
+
+
+@dataclass
+class DecodeCase:
+    """One rank's decode step: inputs for several layers, so that a graph over them reads cold keys."""
+
+    layout: Layout
+    plan: MSAIcpIndexerPlan
+    comm: MSAIcpComm
+    index_q: torch.Tensor
+    keys: list[torch.Tensor]
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_valid_pages: torch.Tensor
+    scores: torch.Tensor
+    output: torch.Tensor
+    query_len: int
+
+    @classmethod
+    def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool) -> DecodeCase:
+        """Random keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
+        plans = [
+            msa_ops.prepare_msa_icp_indexer(
+                world_size=layout.world_size,
+                rank=rank,
+                num_index_heads=NUM_HEADS,
+                page_size=layout.page_size,
+                init_blocks=0,
+                local_blocks=1,
+                max_decode_tokens=batch * query_len,
+                max_decode_query_len=query_len,
+                max_num_batched_tokens=8192,
+                max_num_seqs=batch,
+                max_model_len=context,
+                num_sparse_layers=4,
+                device="cuda",
+            )
+            for rank in range(layout.world_size)
+        ]
+        plans[0].warmup()
+        generator = torch.Generator("cuda").manual_seed(0)
+        columns = -(-context // layout.page_size)
+        pages = batch * columns
+        copies = 1
+        if cold:
+            copies = min(_MAX_COPIES, 1 + -(-_COLD_BYTES // (pages * layout.page_bytes)))
+        keys = [random_e4m3((pages, layout.rows, HEAD_DIM), generator)]
+        keys += [keys[0].view(torch.uint8).clone().view(torch.float8_e4m3fn) for _ in range(copies - 1)]
+        tokens = batch * query_len
+        seen = context - query_len + 1 + torch.arange(query_len, device="cuda", dtype=torch.int32).repeat(batch)
+        return cls(
+            layout=layout,
+            plan=plans[0],
+            comm=local_comm(plans)[0],
+            index_q=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
+            keys=keys,
+            block_table=torch.randperm(pages, generator=generator, device="cuda", dtype=torch.int32).view(
+                batch, columns
+            ),
+            seq_lens=torch.full((batch,), context, dtype=torch.int32, device="cuda"),
+            num_valid_pages=(seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
+            scores=torch.empty(plans[0].decode_scores_shape(), device="cuda"),
+            output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+            query_len=query_len,
+        )
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of local keys that a step reads."""
+        return self.keys[0].numel()
+
+    def score(self, keys: torch.Tensor) -> None:
+        """Launch the scorer alone."""
+        msa_ops.msa_icp_decode_index_score_sharded(
+            self.index_q,
+            keys,
+            self.block_table,
+            self.seq_lens,
+            self.scores,
+            rank=0,
+            world_size=self.layout.world_size,
+            page_size=self.layout.page_size,
+            decode_query_len=self.query_len,
+            max_decode_query_len=self.query_len,
+        )
+
+    def prepublish_peers(self) -> None:
+        """Fill the peers' rows of slot set 0 with what this rank publishes, and arm the counters for one merge."""
+        layout = self.plan.comm_layout
+        recv = self.comm.tagged_recv[0]
+        self.plan.decode_publish(
+            self.index_q,
+            self.keys[0],
+            self.block_table,
+            self.seq_lens,
+            self.num_valid_pages,
+            self.scores,
+            comm=self.comm,
+            slot=0,
+            tagged=True,
+            decode_query_len=self.query_len,
+        )
+        recv[1:] = recv[:1]
+        assert tuple(recv.shape) == layout["tagged_shape"][1:]
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Set the counters back, so that the next chain publishes and expects the generation that lies in the rows."""
+        self.comm.publish_generations.zero_()
+        self.comm.expected_generations.zero_()
+
+    def chain(self, keys: torch.Tensor) -> None:
+        """Launch score, publish and merge."""
+        self.plan.decode(
+            self.index_q,
+            keys,
+            self.block_table,
+            self.seq_lens,
+            self.num_valid_pages,
+            self.scores,
+            self.output,
+            comm=self.comm,
+            slot=0,
+            tagged=True,
+            decode_query_len=self.query_len,
+        )
+
+    def chain_us(self) -> float:
+        """Microseconds of the chain; the nodes that set the counters back are measured alone and subtracted."""
+        self.prepublish_peers()
+
+        def step(keys: torch.Tensor) -> None:
+            self.rearm()
+            self.chain(keys)
+
+        whole = graph_us([lambda k=k: step(k) for k in self.keys])
+        return whole - graph_us([self.rearm] * len(self.keys))
+
+
+def decode_rows(
+    layouts: Sequence[Layout], cases: Sequence[tuple[int, int, int]], *, cold: bool = True
+) -> Iterator[Row]:
+    """Scorer and chain of each ``(batch, context, query length)``, beside a streaming read of the same bytes."""
+    for layout in layouts:
+        for batch, context, query_len in cases:
+            case = DecodeCase.make(layout, batch, context, query_len, cold=cold)
+            shape = {"layout": layout.title, "batch": batch, "ctx": context, "query_len": query_len, "cold": cold}
+            us = graph_us([lambda k=k, c=case: c.score(k) for k in case.keys])
+            written = batch * query_len * NUM_HEADS * -(-context // layout.page_size) * 4
+            bytes_moved = case.key_bytes + written
+            read_us = streaming_read_us([k.view(torch.uint8).flatten() for k in case.keys])
+            read_us *= bytes_moved / case.key_bytes
+            yield {
+                "job": "decode_score",
+                **shape,
+                "us": us,
+                "bytes": bytes_moved,
+                "tb_s": bytes_moved / us / 1e6,
+                "ceiling_ratio": read_us / us,
+            }
+            yield {
+                "job": "decode_chain",
+                **shape,
+                "us": case.chain_us(),
+                "note": "peers' rows pre-published; two counter resets a step measured alone and subtracted",
+            }
+
+
+def selection_rows() -> Iterator[Row]:
+    """Select + publish of ready scores into ready rows, and the merge of rows that have arrived."""
+    for world_size in (2, 4):
+        layout = LAYOUTS[f"p128_tp{world_size}"]
+        for tokens, columns in ((64, 1024), (256, 8192)):
+            case = DecodeCase.make(
+                layout, tokens, columns * BLOCK_TOKENS if tokens == 0 else 4 * BLOCK_TOKENS, 1, cold=False
+            )
+            scores = torch.randn(tokens, NUM_HEADS, columns, device="cuda")
+            valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
+
+            def publish(c: DecodeCase = case, s: torch.Tensor = scores, v: torch.Tensor = valid) -> None:
+                msa_ops.msa_icp_topk_select_publish(
+                    s,
+                    v,
+                    c.comm.tagged_recv_bases,
+                    c.comm.errors,
+                    slot=0,
+                    rank=0,
+                    world_size=c.layout.world_size,
+                    heads_per_rank=c.layout.heads_per_rank,
+                    capacity=c.plan.max_decode_tokens,
+                    force_begin_blocks=0,
+                    force_end_blocks=1,
+                    generations=c.comm.publish_generations,
+                )
+
+            shape = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
+            size = scores.numel() * 4
+            us = graph_us([publish] * 50)
+            yield {"job": "select_publish", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
+
+            case.comm.publish_generations.zero_()
+            publish()
+            case.comm.tagged_recv[0, 1:] = case.comm.tagged_recv[0, :1]
+
+            def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
+                c.comm.expected_generations.zero_()
+                c.plan.decode_merge(v, c.output, comm=c.comm, slot=0, tagged=True, enable_pdl=False)
+
+            reset_us = graph_us([case.comm.expected_generations.zero_] * 50)
+            us = graph_us([merge] * 50) - reset_us
+            yield {
+                "job": "merge",
+                **shape,
+                "us": us,
+                "note": "a counter reset a step measured alone and subtracted",
+            }

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The GPU evidence: tests, compute-sanitizer and a small benchmark on this machine's GPU, written into a section of
+# tests/gpu/record.json. Needs no internet: wheels that the machine lacks (apache-tvm-ffi) are taken from $WHEELS.
+#
+#   scripts/gpu_verify.sh [single]      logs and results go to $OUT (default: build/gpu)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+section=${1:-single}
+out=${OUT:-build/gpu}
+wheels=${WHEELS:-.whl}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+if compgen -G "$wheels/*.whl" > /dev/null; then
+  site=$(mktemp -d)
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
+
+# Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
+"$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
+
+status=0
+"$python" -m pytest tests/gpu -m gpu -q --junit-xml "$out/tests.xml" 2>&1 | tee "$out/tests.log" || status=1
+"$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log"
+
+# The sanitizer slows everything down and times nothing, so its tools run side by side. Nothing may spin under it.
+tools=(memcheck racecheck synccheck initcheck)
+arguments=()
+for tool in "${tools[@]}"; do
+  FLASHINFER_MSA_TEST_SHAPES=small compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+    "$python" -m pytest tests/gpu -m "gpu and not traps" -q -p no:cacheprovider > "$out/$tool.log" 2>&1 &
+  arguments+=(--sanitizer "$tool=$out/$tool.log")
+done
+for job in $(jobs -p); do wait "$job" || status=1; done
+for tool in "${tools[@]}"; do
+  echo "== $tool"
+  tail -n 4 "$out/$tool.log"
+done
+
+"$python" scripts/gpu_record.py --write "$section" --junit "$out/tests.xml" --bench "$out/bench.json" "${arguments[@]}"
+cp tests/gpu/record.json "$out/record.json"
+exit $status
