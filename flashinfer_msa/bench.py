@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the decode kernels and the ceilings they are held against, by CUDA graph replay on this machine's GPU.
 
-Every row is a flat dictionary, one measured case. A *cold* case rotates over at least 256 MB of distinct keys inside the
-captured graph, as the layers of a model do; a *warm* one repeats on the same keys.
+Every row is a flat dictionary, one measured case. A *cold* case rotates over at least 256 MB of distinct keys inside
+the captured graph, as the layers of a model do; a *warm* one repeats on the same keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _read_kernel() -> Any:
 
 
 def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
-    """Microseconds of a pass that reads one of ``buffers`` (uint8, multiples of 64 KiB) once: the best of a few shapes."""
+    """Microseconds of a pass that reads one of ``buffers`` (uint8, multiples of 64 KiB) once: the best of a few."""
     kernel = _read_kernel()
     words = [buffer.view(torch.int32) for buffer in buffers]
     sms = torch.cuda.get_device_properties(buffers[0].device).multi_processor_count

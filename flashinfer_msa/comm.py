@@ -16,12 +16,13 @@ from .runtime import native
 class MSAIcpComm:
     """One rank's view of the group's receive storage. Any object with these fields will do for the indexer.
 
-    Shapes are those of ``msa_icp_comm_layout``. ``storage`` holds ``recv`` and, right after it, ``tagged_recv``; the
-    bases are the device addresses of every rank's ``recv`` and ``tagged_recv``, int64 ``[W]``; ``errors`` int32 ``[1]``
-    counts waits that ran out. All of it is zeroed once, on every rank, and never reset.
+    Shapes are those of ``msa_icp_comm_layout``. ``tagged_recv`` lies right after ``recv`` in one storage; the bases are
+    the device addresses of every rank's ``recv`` and ``tagged_recv``, int64 ``[W]``, and ``storages`` keeps what they
+    point at alive; ``errors`` int32 ``[1]`` counts waits that ran out. All of it is zeroed once, on every rank, and
+    never reset.
     """
 
-    storage: torch.Tensor
+    storages: tuple[torch.Tensor, ...]
     recv: torch.Tensor
     tagged_recv: torch.Tensor
     recv_bases: torch.Tensor
@@ -80,7 +81,7 @@ def local_comm(plans: Sequence[MSAIcpIndexerPlan]) -> list[MSAIcpComm]:
 
     comms = [
         MSAIcpComm(
-            storage=storages[rank],
+            storages=tuple(storages),
             recv=recv[rank],
             tagged_recv=tagged[rank],
             recv_bases=addresses(recv, plan.device),

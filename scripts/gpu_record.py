@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps ``tests/gpu/record.json``: what was run on which GPU, filed under a digest of the code that ran there.
 
-Sections (``single``, ``multi_gpu``, ``multi_gpu_x4``) are written by ``scripts/gpu_verify.sh`` on a GPU machine, never by
-hand. The digest covers the rendered sm_90a sources and the launcher.
+Sections (``single``, ``multi_gpu``, ``multi_gpu_x4``) are written by ``scripts/gpu_verify.sh`` on a GPU machine, never
+by hand. The digest covers the rendered sm_90a sources and the launcher.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write(record: dict[str, Any], path: Path = RECORD) -> None:
 
 
 def check(record: dict[str, Any], digest: str) -> tuple[bool, list[str]]:
-    """Return whether the record holds evidence for ``digest``, or says honestly that it is pending, and what to tell."""
+    """Return whether the record holds evidence for ``digest``, or says that it is pending, and what to tell."""
     messages = [
         f"section {name} was recorded for other sources: tables mark it stale"
         for name in SECTIONS[1:]

@@ -14,7 +14,7 @@ from setuptools.compat.py310 import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from flashinfer_msa.aot.backend import build_requirements  # noqa: E402
+from flashinfer_msa.aot.backend import build_requirements
 
 project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 requirements = [

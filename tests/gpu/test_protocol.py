@@ -179,6 +179,7 @@ def test_capture_without_warmup_is_refused() -> None:
         except RuntimeError as error:
             print(error)
         plans[0].warmup()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             publish(0, 0, True)
         graph.replay()

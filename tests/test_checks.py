@@ -1,0 +1,916 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every argument check: a bad argument is a ``ValueError`` that names it, and nothing has been written by then."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.comm import MSAIcpComm, local_comm
+from flashinfer_msa.layout import LAYOUTS
+from flashinfer_msa.simulate import DecodeProblem
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e5m2,
+    E4M3,
+)
+INT32_MAX = 2**31 - 1
+SHAPE = r"\[[0-9, ]+\]"
+LIMITS: dict[str, Any] = {
+    "world_size": 2,
+    "rank": 0,
+    "num_index_heads": 4,
+    "page_size": 128,
+    "init_blocks": 1,
+    "local_blocks": 2,
+    "max_decode_tokens": 8,
+    "max_decode_query_len": 3,
+    "max_num_batched_tokens": 100,
+    "max_num_seqs": 3,
+    "max_model_len": 1000,
+    "num_sparse_layers": 3,
+    "device": "cpu",
+    "spin_limit": 7,
+    "backend": "torch",
+}
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def image(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, as a view."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors with memory among ``values``, and those of receive storage."""
+    for value in values:
+        if isinstance(value, MSAIcpComm):
+            yield from tensors_in([getattr(value, rule.name) for rule in COMM_RULES])
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+            yield value
+
+
+@dataclass
+class Call:
+    """A call of a public function with valid arguments, and everything that it might write."""
+
+    function: Callable[..., None]
+    arguments: dict[str, Any]
+    watched: list[Any] = field(default_factory=list)
+
+    def __call__(self, **changes: Any) -> None:
+        self.function(**{**self.arguments, **changes})
+
+    def images(self, **changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every byte within reach of the call with ``changes``, and a copy of it."""
+        reach = tensors_in([*{**self.arguments, **changes}.values(), *self.arguments.values(), *self.watched])
+        return [(image(tensor), image(tensor).clone()) for tensor in reach]
+
+    def refuses(self, says: str, **changes: Any) -> str:
+        """Assert a ``ValueError`` whose whole text matches ``says``, and that nothing was written."""
+        before = self.images(**changes)
+        with pytest.raises(ValueError) as caught:
+            self(**changes)
+        message = str(caught.value)
+        assert re.fullmatch(says, message, re.DOTALL), message
+        assert all(torch.equal(now, then) for now, then in before), "something was written"
+        return message
+
+
+def problem_of(layout: str, tokens: int, query_len: int) -> DecodeProblem:
+    lengths = [300 - 70 * request for request in range(tokens // query_len)]
+    return DecodeProblem.random(LAYOUTS[layout], seq_lens=lengths, decode_query_len=query_len)
+
+
+def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: int = 2, capacity: int = 8) -> Call:
+    """A valid call: ``name`` is the operation, with a trailing ``+`` for its tagged form."""
+    operation, tagged = name.rstrip("+"), name.endswith("+")
+    problem = problem_of(layout, tokens, query_len)
+    shape, owned = problem.layout, problem.layout.heads_per_rank
+    limits = {**LIMITS, "world_size": shape.world_size, "page_size": shape.page_size, "max_decode_tokens": capacity}
+    plans = [msa_ops.prepare_msa_icp_indexer(**{**limits, "rank": rank}) for rank in range(shape.world_size)]
+    comms = local_comm(plans)
+    score = {
+        "index_q": problem.index_q,
+        "index_k": problem.shard(0),
+        "block_table": problem.block_table,
+        "seq_lens": problem.seq_lens,
+    }
+    valid, output = problem.num_valid_pages, torch.full((tokens, owned, 16), -7, dtype=torch.int32)
+    plane = torch.full((tokens, 4, math.ceil(max(problem.block_table.shape[1], 1) / 4) * 4), 5.0)
+    facade = {"comm": comms[0], "slot": 1, "tagged": tagged, "enable_pdl": False}
+    if operation == "score":
+        numbers = {
+            "rank": 0,
+            "world_size": shape.world_size,
+            "page_size": shape.page_size,
+            "decode_query_len": query_len,
+            "max_decode_query_len": 3,
+        }
+        arguments = {**score, "score_out": plane, **numbers, "enable_pdl": False, "backend": "torch"}
+        return Call(msa_ops.msa_icp_decode_index_score_sharded, arguments)
+    if operation == "publish":
+        arguments = {
+            "scores": plane,
+            "num_valid_pages": valid,
+            "recv_bases": comms[0].tagged_recv_bases if tagged else comms[0].recv_bases,
+            "errors": torch.zeros(2, dtype=torch.int32),
+            "slot": 1,
+            "rank": 0,
+            "world_size": shape.world_size,
+            "heads_per_rank": owned,
+            "capacity": capacity,
+            "force_begin_blocks": 1,
+            "force_end_blocks": 2,
+            "spin_limit": 7,
+            "enable_pdl": False,
+            "generations": comms[0].publish_generations if tagged else None,
+            "index_scale": shape.index_scale,
+            "index_offset": 0,
+            "backend": "torch",
+        }
+        return Call(msa_ops.msa_icp_topk_select_publish, arguments, list(comms))
+    if operation in ("merge", "decode_merge", "decode"):
+        # What the other ranks send.
+        sender = make_call("publish+" if tagged else "publish", layout, tokens, query_len, capacity)
+        senders = range(1 if operation == "decode" else 0, shape.world_size)
+        for rank in senders if tokens else ():
+            bases = comms[rank].tagged_recv_bases if tagged else comms[rank].recv_bases
+            counters = comms[rank].publish_generations if tagged else None
+            sender(rank=rank, recv_bases=bases, generations=counters)
+    if operation == "merge":
+        arguments = {
+            "recv_slot": (comms[0].tagged_recv if tagged else comms[0].recv)[1],
+            "num_valid_pages": valid,
+            "output": output,
+            "errors": torch.zeros(2, dtype=torch.int32),
+            "init_blocks": 1,
+            "local_blocks": 2,
+            "spin_limit": 7,
+            "enable_pdl": False,
+            "expected_generations": comms[0].expected_generations[1] if tagged else None,
+            "prefill": False,
+            "backend": "torch",
+        }
+        return Call(msa_ops.msa_icp_merge_candidates, arguments, list(comms))
+    if operation == "decode_merge":
+        merge = {"num_valid_pages": valid, "output": output}
+        return Call(plans[0].decode_merge, {**merge, **facade}, list(comms))
+    arguments = {**score, "num_valid_pages": valid, "scores": plane, **facade, "decode_query_len": query_len}
+    if operation == "decode":
+        return Call(plans[0].decode, {**arguments, "output": output}, list(comms))
+    return Call(plans[0].decode_publish, arguments, list(comms))
+
+
+CALLS = ("score", "publish", "publish+", "merge", "merge+")
+CALLS += ("decode", "decode+", "decode_publish", "decode_publish+", "decode_merge", "decode_merge+")
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_base_calls_are_valid(name: str, layout: str) -> None:
+    call = make_call(name, layout)
+    before = call.images()
+    call()
+    assert not all(torch.equal(now, then) for now, then in before), "the call wrote nothing"
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a tensor argument must be. ``sized`` axes are checked against other arguments, and each slice of a ``rows``
+    axis must end before the next begins."""
+
+    name: str
+    dtype: torch.dtype
+    rank: int
+    contiguous: bool = True
+    sized: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    aligned: bool = False
+    optional: bool = False
+
+
+def score_rules(plane: str) -> tuple[Rule, ...]:
+    return (
+        Rule("index_q", E4M3, 3, sized=(0, 1, 2), aligned=True),
+        Rule("index_k", E4M3, 3, contiguous=False, sized=(1, 2), rows=(0,), aligned=True),
+        Rule("block_table", torch.int32, 2, contiguous=False, sized=(0,), rows=(0,)),
+        Rule("seq_lens", torch.int32, 1),
+        Rule(plane, torch.float32, 3, contiguous=False, sized=(0, 1) if plane == "score_out" else (1,), rows=(0, 1)),
+    )
+
+
+VALID = Rule("num_valid_pages", torch.int32, 1, sized=(0,))
+ERRORS = Rule("errors", torch.int32, 1)
+OUTPUT = Rule("output", torch.int32, 3, contiguous=False, sized=(0, 1, 2), rows=(0, 1))
+PUBLISH = (
+    Rule("scores", torch.float32, 3, contiguous=False, sized=(1,), rows=(0, 1)),
+    VALID,
+    Rule("recv_bases", torch.int64, 1, sized=(0,)),
+    ERRORS,
+)
+RECV = Rule("recv_slot", torch.int32, 4, contiguous=False, sized=(0, 1, 3), rows=(0, 1, 2))
+ANY_VALID = replace(VALID, sized=())  # its length is the number of tokens
+RULES: dict[str, tuple[Rule, ...]] = {
+    "score": score_rules("score_out"),
+    "publish": PUBLISH,
+    "publish+": (*PUBLISH, Rule("generations", torch.int32, 3, sized=(0, 1, 2), optional=True)),
+    "merge": (RECV, ANY_VALID, OUTPUT, ERRORS),
+    "merge+": (
+        replace(RECV, dtype=torch.int64),
+        ANY_VALID,
+        OUTPUT,
+        ERRORS,
+        Rule("expected_generations", torch.int32, 2, sized=(0, 1), optional=True),
+    ),
+    "decode": (*score_rules("scores"), VALID, OUTPUT),
+    "decode+": (*score_rules("scores"), VALID, OUTPUT),
+    "decode_publish": (*score_rules("scores"), VALID),
+    "decode_merge": (ANY_VALID, OUTPUT),
+}
+COMM_RULES = (
+    Rule("recv", torch.int32, 5),
+    Rule("tagged_recv", torch.int64, 5),
+    Rule("recv_bases", torch.int64, 1),
+    Rule("tagged_recv_bases", torch.int64, 1),
+    Rule("publish_generations", torch.int32, 3),
+    Rule("expected_generations", torch.int32, 3),
+    Rule("errors", torch.int32, 1),
+)
+Mutation = Callable[[torch.Tensor], tuple[Any, str]]
+
+
+def listed(values: Sequence[int]) -> str:
+    """A shape or strides as a message writes them, as a pattern."""
+    return re.escape(f"[{', '.join(map(str, values))}]")
+
+
+def laid_out(tensor: torch.Tensor, strides: Sequence[int], skip_bytes: int = 0) -> torch.Tensor:
+    """``tensor`` with other strides, ``skip_bytes`` past an aligned address; its content too where nothing overlaps."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    storage = torch.full((64 + skip_bytes + (last + 1) * tensor.element_size() + 64,), 0x55, dtype=torch.uint8)
+    start = -storage.data_ptr() % 64 + skip_bytes
+    room = (last + 1) * tensor.element_size()
+    view = storage[start : start + room].view(tensor.dtype).as_strided(tensor.shape, tuple(strides))
+    if len(image(view)) >= tensor.numel() * tensor.element_size() and 0 not in strides:
+        view.copy_(tensor)
+    return view
+
+
+def strided(tensor: torch.Tensor, axis: int, stride: int) -> torch.Tensor:
+    """``tensor`` with one stride replaced."""
+    strides = list(tensor.contiguous().stride())
+    strides[axis] = stride
+    return laid_out(tensor, strides)
+
+
+def resized(tensor: torch.Tensor, axis: int, change: int) -> torch.Tensor:
+    shape = list(tensor.shape)
+    shape[axis] += change
+    return torch.zeros(shape).to(tensor.dtype)
+
+
+def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
+    """Everything that can be wrong with a tensor argument: an id, and what makes a bad value and the text it causes."""
+    for dtype in DTYPES:
+        if dtype is not rule.dtype:
+            says = re.escape(f"must be {rule.dtype}, was {dtype}")
+            yield str(dtype), lambda t, dtype=dtype, says=says: (torch.zeros(t.shape).to(dtype), says)
+
+    def ranked(change: Callable[[torch.Tensor], torch.Tensor]) -> Mutation:
+        def mutate(t: torch.Tensor) -> tuple[Any, str]:
+            value = change(t)
+            wrong = r"\[\]" if value.dim() == 0 else listed(value.shape)
+            return value, f"must have {rule.rank} dimensions?, had shape {wrong}"
+
+        return mutate
+
+    yield "a dimension more", ranked(lambda t: t[None])
+    yield "a dimension less", ranked(lambda t: t[0])
+    for axis in rule.sized:
+        for change in (-1, 1):
+
+            def mutate(t: torch.Tensor, axis: int = axis, change: int = change) -> tuple[Any, str]:
+                value = resized(t, axis, change)
+                return value, f"must have .*(was|had shape) {listed(value.shape)}"
+
+            yield f"size {change:+} in dimension {axis}", mutate
+
+    def layout_of(value: torch.Tensor) -> str:
+        return f"had shape {listed(value.shape)} and strides {listed(value.stride())}"
+
+    def spread(t: torch.Tensor) -> tuple[Any, str]:
+        value = torch.zeros(*t.shape[:-1], 2 * t.shape[-1]).to(t.dtype)[..., ::2]
+        want = "be contiguous" if rule.contiguous else "have stride 1 in its last dimension"
+        return value, f"must {want}, {layout_of(value)}"
+
+    def repeated(t: torch.Tensor) -> tuple[Any, str]:
+        value = t[..., :1].expand(t.shape)
+        want = "be contiguous" if rule.contiguous else "have stride 1 in its last dimension"
+        return value, f"must {want}, {layout_of(value)}"
+
+    yield "every second element", spread
+    yield "one element repeated", repeated
+    if rule.contiguous and rule.rank > 1:
+
+        def padded(t: torch.Tensor) -> tuple[Any, str]:
+            value = torch.zeros(*t.shape[:-1], t.shape[-1] + 4).to(t.dtype)[..., :-4]
+            return value, f"must be contiguous, {layout_of(value)}"
+
+        def transposed(t: torch.Tensor) -> tuple[Any, str]:
+            value = torch.zeros(t.shape[::-1]).to(t.dtype).permute(*range(t.dim())[::-1])
+            return value, f"must be contiguous, {layout_of(value)}"
+
+        yield "padded rows", padded
+        yield "transposed", transposed
+    for axis in rule.rows:
+
+        def overlapping(t: torch.Tensor, axis: int = axis) -> tuple[Any, str]:
+            need = t.contiguous().stride(axis)
+            value = strided(t, axis, need - 16 if rule.aligned else need - 1)
+            return value, f"must have a stride of at least {need} in dimension {axis} .*, {layout_of(value)}"
+
+        def expanded(t: torch.Tensor, axis: int = axis) -> tuple[Any, str]:
+            value = t.narrow(axis, 0, 1).expand(t.shape)
+            return value, f"must have a stride of at least \\d+ in dimension {axis} .*, {layout_of(value)}"
+
+        yield f"overlap in dimension {axis}", overlapping
+        yield f"one slice repeated in dimension {axis}", expanded
+    if rule.aligned:
+        for skip in (1, 8):
+            says = "must start at an address aligned to 16 bytes, was at 0x[0-9a-f]+"
+            yield f"{skip} bytes off", lambda t, skip=skip, says=says: (laid_out(t, t.stride(), skip), says)
+
+    yield "meta", lambda t: (t.to("meta"), "must be .*, was .*meta.*")
+    yield "sparse", lambda t: (torch.zeros(t.shape).to_sparse().to(torch.float32), "must be .*, was .*sparse.*")
+    others: tuple[tuple[Any, str], ...] = (
+        ([1, 2], "a list or tuple"),
+        ("words", ".*words.*"),
+        (7, "7"),
+        (1.5, "the float 1.5"),
+        (True, "True"),
+        (object(), "an object of another type"),
+    )
+    if not rule.optional:
+        others += ((None, "None"),)
+    for value, words in others:
+        yield type(value).__name__, lambda t, value=value, words=words: (value, f"must be a dense tensor, was {words}")
+
+
+def tensor_cases() -> Iterator[Any]:
+    for name, rules in RULES.items():
+        for rule in rules:
+            for what, mutate in mutations(rule):
+                yield pytest.param(name, rule.name, mutate, id=f"{name}-{rule.name}-{what}")
+
+
+@pytest.mark.parametrize(("name", "argument", "mutate"), list(tensor_cases()))
+def test_bad_tensors_are_refused(name: str, argument: str, mutate: Mutation) -> None:
+    call = make_call(name)
+    value, says = mutate(call.arguments[argument])
+    call.refuses(f"{argument} {says}", **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, rule.name) for name, rules in RULES.items() for rule in rules if rule.dtype != E4M3]
+)
+def test_numpy_arrays_are_refused(name: str, argument: str) -> None:
+    call = make_call(name)
+    value = np.zeros_like(call.arguments[argument].numpy())
+    call.refuses(f"{argument} must be .*tensor.*, was .*", **{argument: value})
+
+
+ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
+    ("score", "index_k", lambda a: strided(a["index_k"], 0, 64 * 128 + 8), "index_k must .*multiple of 16.*had .*8200.*"),
+    ("score", "index_k", lambda a: strided(a["index_k"], 1, 144), "index_k must have dense rows .*128.*, had .*144.*"),
+    ("score", "index_k", lambda a: strided(a["index_k"], 1, 0), "index_k must have dense rows .*128.*, had .*0.*"),
+    ("decode", "index_k", lambda a: strided(a["index_k"], 0, 64 * 128 + 8), "index_k must .*multiple of 16.*had .*8200.*"),
+    # The number of requests and of tokens comes from more than one argument, and either may be wrong.
+    ("score", "seq_lens", lambda a: resized(a["seq_lens"], 0, 1), rf"index_q must have shape .*\[6, 4, 128\], was {SHAPE}"),
+    ("decode", "seq_lens", lambda a: resized(a["seq_lens"], 0, -1), rf"index_q must have .*\[2, 4, 128\], was {SHAPE}"),
+    ("publish", "scores", lambda a: resized(a["scores"], 0, 1), r"num_valid_pages must have .*\[5\], was \[4\]"),
+    ("publish", "scores", lambda a: resized(a["scores"], 0, 5), "capacity must be at least .*9, was 8"),
+    ("merge", "num_valid_pages", lambda a: resized(a["num_valid_pages"], 0, 1), rf"output must have .*5.*was {SHAPE}"),
+    ("merge", "num_valid_pages", lambda a: resized(a["num_valid_pages"], 0, 5), "num_valid_pages must .*8 .*, had 9"),
+    ("merge", "recv_slot", lambda a: a["recv_slot"][:, :, :3], "num_valid_pages must have at most .*3 .*, had 4"),
+    ("merge+", "recv_slot", lambda a: a["recv_slot"][:, :, :5], r"expected_generations must have .*\[2, 5\], was \[2, 8\]"),
+    ("merge", "recv_slot", lambda a: torch.zeros(3, 1, 8, 33, dtype=torch.int32), r"recv_slot must .*was \[3, 1, 8, 33\]"),
+    ("merge", "recv_slot", lambda a: torch.zeros(4, 2, 8, 33, dtype=torch.int32), r"recv_slot must .*was \[4, 2, 8, 33\]"),
+    # Score columns.
+    ("score", "score_out", lambda a: a["score_out"][..., :0], r"score_out must .*1 and 8192.*\[4, 4, 0\]"),
+    ("score", "score_out", lambda a: a["score_out"][..., :3], "score_out must have a multiple of 4 columns, had .*3.*"),
+    ("score", "score_out", lambda a: torch.zeros(4, 4, 8196), r"score_out must .*1 and 8192.*\[4, 4, 8196\]"),
+    ("decode", "scores", lambda a: a["scores"][..., :3], "scores must have a multiple of 4 columns, had .*3.*"),
+    ("decode", "scores", lambda a: torch.zeros(4, 4, 8196), r"scores must .*1 and 8192.*\[4, 4, 8196\]"),
+    ("decode", "scores", lambda a: a["scores"][:3], r"scores must have .*4.*had shape \[3, 4, 4\]"),
+    ("publish", "scores", lambda a: a["scores"][..., :0], r"scores must .*1 and 12287.*\[4, 4, 0\]"),
+    ("publish", "scores", lambda a: torch.zeros(4, 4, 12288), r"scores must .*1 and 12287.*\[4, 4, 12288\]"),
+    # Errors hold at least one count.
+    ("publish", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
+    ("merge", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
+    # The two forms of rows.
+    ("merge", "expected_generations", lambda a: torch.zeros(2, 8, dtype=torch.int32), "recv_slot must be .*int64, was .*int32"),
+    ("merge+", "expected_generations", lambda a: None, "recv_slot must be .*int32, was .*int64"),
+    ("merge+", "prefill", lambda a: True, "expected_generations must be None with prefill=True, was a tensor"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "argument", "change", "says"), ODD_TENSORS)
+def test_tensors_that_do_not_fit_the_others_are_refused(
+    name: str, argument: str, change: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    call = make_call(name)
+    call.refuses(says, **{argument: change(call.arguments)})
+
+
+def test_pdl_is_refused_for_an_exchanged_carrier() -> None:
+    make_call("merge").refuses("enable_pdl must be False with prefill=True, was True", prefill=True, enable_pdl=True)
+
+
+def test_a_pending_negation_is_refused() -> None:
+    # The memory of such a tensor holds other values than the tensor.
+    call = make_call("publish")
+    call.refuses("scores must be .*, was .*negation.*", scores=torch._neg_view(call.arguments["scores"]))
+
+
+# --- numbers, flags, names --------------------------------------------------------------------------------------------
+
+SCORE_NUMBERS = {
+    "rank": (0, 1, r"be in \[0, 1\]"),
+    "world_size": (2, 4, "be .*2.*4"),
+    "page_size": (128, 256, "be .*128.*256"),
+    "decode_query_len": (1, 3, r"be in \[1, 3\]"),
+    "max_decode_query_len": (1, 8, r"be in \[1, 8\]"),
+}
+PUBLISH_NUMBERS = {
+    "slot": (0, 2, r"be in \[0, 2\]"),
+    "rank": (0, 1, r"be in \[0, 1\]"),
+    "world_size": (2, 4, "be .*2.*4"),
+    "heads_per_rank": (2, 2, "be 2.*"),
+    "capacity": (4, INT32_MAX, "be .*"),
+    "force_begin_blocks": (0, 16, r"be in \[0, 16\]"),
+    "force_end_blocks": (0, 16, r"be in \[0, 16\]"),
+    "spin_limit": (1, INT32_MAX, rf"be in \[1, {INT32_MAX}\]"),
+    "index_scale": (1, 2, r"be in \[1, 2\]"),
+    "index_offset": (0, 0, "be .*"),
+}
+MERGE_NUMBERS = {
+    "init_blocks": (0, INT32_MAX, rf"be in \[0, {INT32_MAX}\]"),
+    "local_blocks": (0, INT32_MAX, rf"be in \[0, {INT32_MAX}\]"),
+    "spin_limit": (1, INT32_MAX, rf"be in \[1, {INT32_MAX}\]"),
+}
+SLOT = {"slot": (0, 2, r"be in \[0, 2\]")}
+QUERY_LEN = {"decode_query_len": (1, 3, r"be in \[1, 3\]")}
+NUMBERS: dict[str, dict[str, tuple[int, int, str]]] = {
+    "score": SCORE_NUMBERS,
+    "publish": PUBLISH_NUMBERS,
+    "merge": MERGE_NUMBERS,
+    "decode": {**SLOT, **QUERY_LEN},
+    "decode_publish": {**SLOT, **QUERY_LEN},
+    "decode_merge": SLOT,
+}
+# Between the lowest and the highest, but not allowed.
+HOLES = {"world_size": (3,), "page_size": (64, 192)}
+EVERY_NUMBER = [(name, argument) for name, numbers in NUMBERS.items() for argument in numbers]
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY_NUMBER)
+def test_numbers_out_of_range_are_refused(name: str, argument: str) -> None:
+    low, high, want = NUMBERS[name][argument]
+    call = make_call(name)
+    for value in (low - 1, high + 1, -1, -(2**31), 2**31, 2**40, *HOLES.get(argument, ())):
+        if not low <= value <= high or value in HOLES.get(argument, ()):
+            call.refuses(f"{argument} must {want}, was {value}", **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY_NUMBER)
+def test_numbers_of_another_type_are_refused(name: str, argument: str) -> None:
+    call = make_call(name)
+    valid = call.arguments[argument]
+    for value, words in (
+        (True, "True"),
+        (float(valid), f".*{valid}.*"),
+        (str(valid), f".*{valid}.*"),
+        (None, "None"),
+        ([valid], ".*"),
+        (torch.tensor(valid), ".*tensor.*"),
+        (2**70, ".*"),
+    ):
+        call.refuses(f"{argument} must be .*, was {words}", **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), (("score", "rank"), ("publish", "capacity"), ("merge", "spin_limit")))
+def test_what_a_number_was_is_told_apart_from_a_number(name: str, argument: str) -> None:
+    call = make_call(name)
+    call.refuses(f"""{argument} must be an integer, was .*(['"]3['"]|str).*""", **{argument: "3"})
+    call.refuses(f"{argument} must be .*, was .*({2**70}|int).*", **{argument: 2**70})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    (
+        ("publish", {"force_begin_blocks": 8, "force_end_blocks": 9}, "force_begin_blocks .*at most 16, was 8 [+] 9"),
+        ("publish", {"index_offset": 1}, "index_offset must be below .*1, was 1"),
+        ("publish", {"index_offset": 2, "index_scale": 2}, r"index_offset must be in \[0, 1\], was 2"),
+        ("publish", {"capacity": 3}, "capacity must be at least .*4, was 3"),
+        ("publish+", {"capacity": 7}, r"generations must have shape .*\[3, 4, 7\], was \[3, 4, 8\]"),
+        ("publish", {"world_size": 4}, "heads_per_rank must be 1 for world_size 4, was 2"),
+        ("publish", {"heads_per_rank": 1}, "heads_per_rank must be 2 for world_size 2, was 1"),
+        ("score", {"max_decode_query_len": 1}, r"decode_query_len must be in \[1, 1\], was 2"),
+        ("score", {"decode_query_len": 1}, r"index_q must have shape .*\[2, 4, 128\], was \[4, 4, 128\]"),
+        ("score", {"page_size": 256}, r"index_k must have shape .*\[\*, 128, 128\], was \[\d+, 64, 128\]"),
+    ),
+)
+def test_numbers_that_do_not_fit_each_other_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+    make_call(name).refuses(says, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, "enable_pdl") for name in NUMBERS]
+    + [(name, "tagged") for name in NUMBERS if name.startswith("decode")]
+    + [("merge", "prefill")],
+)
+def test_flags_must_be_bools(name: str, argument: str) -> None:
+    call = make_call(name)
+    for value, words in ((0, "0"), (1, "1"), (1.0, ".*1.*"), (None, "None"), ("yes", ".*yes.*")):
+        call.refuses(f"{argument} must be True or False, was {words}", **{argument: value})
+
+
+@pytest.mark.parametrize("name", ("score", "publish", "merge"))
+@pytest.mark.parametrize("backend", ("", "CAKE", "cutlass", None, 1, ["cake"], {}), ids=repr)
+def test_unknown_backends_are_refused(name: str, backend: Any) -> None:
+    make_call(name).refuses(f"backend must be .*'cake'.*'torch'.*, was {re.escape(repr(backend))}", backend=backend)
+
+
+@pytest.mark.parametrize("name", ("score", "publish", "publish+", "merge", "merge+"))
+@pytest.mark.parametrize("tokens", (4, 0))
+def test_cake_refuses_tensors_that_are_not_on_a_cuda_device(name: str, tokens: int) -> None:
+    says = f"({'|'.join(rule.name for rule in RULES[name])}) must be on a CUDA device, was on cpu"
+    make_call(name, tokens=tokens).refuses(says, backend="cake")
+
+
+# --- what is allowed --------------------------------------------------------------------------------------------------
+
+
+def wider(*extra: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives a tensor with strides larger than they need be: ``extra[k]`` elements more between slices of axis ``k``."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        strides, need = [1] * tensor.dim(), 1
+        for axis in range(tensor.dim() - 1, -1, -1):
+            strides[axis] = need + extra[axis]
+            need = strides[axis] * tensor.shape[axis]
+        return laid_out(tensor, strides)
+
+    return change
+
+
+PLANES = (wider(0, 3, 0), wider(5, 0, 0), wider(12, 4, 0))
+ROWS = (wider(0, 0, 7, 0), wider(0, 9, 0, 0), wider(11, 0, 0, 0), wider(13, 5, 3, 0))
+ALLOWED: tuple[tuple[str, str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]], ...] = (
+    ("score", "score_out", PLANES),
+    ("score", "index_k", (wider(16, 0, 0), wider(208, 0, 0), wider(8192, 0, 0))),
+    ("score", "block_table", (wider(1, 0), wider(9, 0))),
+    ("publish", "scores", PLANES),
+    ("publish+", "scores", PLANES),
+    ("merge", "recv_slot", ROWS),
+    ("merge+", "recv_slot", ROWS),
+    ("merge", "output", PLANES),
+    ("decode", "scores", (*PLANES, lambda t: torch.cat((t, t, t)))),
+    ("decode", "index_k", (wider(16, 0, 0), wider(208, 0, 0))),
+    ("decode", "block_table", (wider(1, 0), wider(9, 0))),
+    ("decode", "output", PLANES),
+    ("decode_publish+", "scores", (*PLANES, lambda t: torch.cat((t, t, t)))),
+    ("decode_merge+", "output", PLANES),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "change"),
+    [
+        pytest.param(name, argument, change, id=f"{name}-{argument}-{index}")
+        for name, argument, changes in ALLOWED
+        for index, change in enumerate(changes)
+    ],
+)
+def test_allowed_strides_change_no_result(name: str, argument: str, change: Callable[..., torch.Tensor]) -> None:
+    plain, other = make_call(name), make_call(name)
+    value = change(other.arguments[argument])
+    around = image(value).clone()
+    plain()
+    other(**{argument: value})
+    # Everything written is equal but for addresses, and nothing was written between the rows.
+    tokens = len(plain.arguments[argument])
+    assert torch.equal(value[:tokens].view(torch.uint8), plain.arguments[argument].view(torch.uint8))
+    start = torch.empty(0, dtype=value.dtype).set_(
+        around.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+    )
+    start[:tokens] = value[:tokens]
+    assert torch.equal(around, image(value))
+    for key, tensor in plain.arguments.items():
+        if isinstance(tensor, torch.Tensor) and key not in (argument, "recv_bases", "recv_slot"):
+            assert torch.equal(tensor.view(torch.uint8), other.arguments[key].view(torch.uint8)), key
+    if argument != "recv_slot":
+        for ours, theirs in zip(plain.watched, other.watched, strict=True):
+            for part in ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors"):
+                assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
+
+
+def test_prefill_flags_are_not_read_through_strides() -> None:
+    call = make_call("merge")
+    flagless = wider(13, 5, 3, 0)(call.arguments["recv_slot"])
+    flagless[..., 32] = 0
+    before = flagless.clone()
+    call(recv_slot=flagless, prefill=True)
+    assert torch.equal(before, flagless) and (call.arguments["output"][:, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("stride", (0, 1, 7, 12345))
+def test_the_stride_of_a_dimension_of_one_is_free(name: str, stride: int) -> None:
+    call, plain = (make_call(name, "p256_tp4", tokens=1, query_len=1, capacity=1) for _ in range(2))
+
+    def odd(tensor: torch.Tensor) -> torch.Tensor:
+        strides = [stride if size == 1 else s for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
+        return tensor.as_strided(tensor.shape, strides)
+
+    for key, value in call.arguments.items():
+        if isinstance(value, torch.Tensor):
+            call.arguments[key] = odd(value)
+        elif isinstance(value, MSAIcpComm):
+            call.arguments[key] = replace(value, **{rule.name: odd(getattr(value, rule.name)) for rule in COMM_RULES})
+    assert any(stride in v.stride() for v in tensors_in(tuple(call.arguments.values())))
+    call()
+    plain()
+    for key in ("score_out", "scores", "output"):
+        if key in plain.arguments:
+            assert torch.equal(call.arguments[key], plain.arguments[key])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_empty_calls_write_nothing(name: str) -> None:
+    call = make_call(name, tokens=0)
+    before = call.images()
+    call()
+    assert all(torch.equal(now, then) for now, then in before)
+    # They are checked like any other.
+    for rule in RULES.get(name, ()):
+        call.refuses(
+            f"{rule.name} must be {rule.dtype}, was torch.float64", **{rule.name: call.arguments[rule.name].double()}
+        )
+
+
+def test_pages_that_no_key_lives_in_need_not_exist() -> None:
+    call = make_call("score")
+    no_pages = call.arguments["index_k"][:0]
+    call(index_k=no_pages, seq_lens=torch.zeros(2, dtype=torch.int32))
+    assert (call.arguments["score_out"] == 5).all()
+    call(block_table=torch.zeros(2, 0, dtype=torch.int32))
+    assert (call.arguments["score_out"] == 5).all()
+
+
+# --- receive storage --------------------------------------------------------------------------------------------------
+
+
+def comm_mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
+    """Everything that can be wrong with one field of receive storage."""
+    for dtype in (torch.int16, torch.int32, torch.int64, torch.float32):
+        if dtype is not rule.dtype:
+            yield str(dtype), lambda t, dtype=dtype: (t.to(dtype), f"must be {rule.dtype}, was {dtype}")
+    shape = r"must have .*(was|had shape) \([0-9, ]*\)"
+    yield "a dimension more", lambda t: (t[None], shape)
+    yield "a dimension less", lambda t: (t[0], shape)
+    if rule.name != "errors":
+        for axis in range(rule.rank):
+            yield f"size + 1 in dimension {axis}", lambda t, axis=axis: (resized(t, axis, 1), shape)
+            yield f"size - 1 in dimension {axis}", lambda t, axis=axis: (resized(t, axis, -1), shape)
+    else:
+        yield "empty", lambda t: (t[:0], shape)
+
+    def spread(t: torch.Tensor) -> tuple[Any, str]:
+        width = max(2, t.shape[-1])  # a single element is contiguous whatever its stride
+        return torch.zeros(*t.shape[:-1], 2 * width, dtype=t.dtype)[..., ::2], r"must be contiguous, had .*\([0-9, ]*\)"
+
+    yield "every second element", spread
+    yield "meta", lambda t: (t.to("meta"), "must be on cpu, was on meta")
+    yield "sparse", lambda t: (t.to_sparse(), "must be .*sparse.*")
+    for value in (None, [0], 3, "words"):
+        yield repr(value), lambda t, value=value: (value, f"must be a tensor, was {re.escape(repr(value))}")
+    yield "numpy", lambda t: (t.numpy(), r"must be a tensor, was .*array.*")
+
+
+@cache
+def plans_of(tagged: bool) -> Call:
+    """A decode call whose refusals can be asked for again and again: none writes anything."""
+    return make_call("decode+" if tagged else "decode")
+
+
+@pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [pytest.param(r.name, mutate, id=f"{r.name}-{what}") for r in COMM_RULES for what, mutate in comm_mutations(r)],
+)
+def test_bad_receive_storage_is_refused(name: str, mutate: Mutation, tagged: bool) -> None:
+    call = plans_of(tagged)
+    comm = call.arguments["comm"]
+    value, says = mutate(getattr(comm, name))
+    bad = replace(comm, **{name: value})
+    plan = call.function.__self__  # type: ignore[attr-defined]
+    Call(plan.check_comm, {"comm": bad}, call.watched).refuses(rf"comm\.{name} {says}")
+    call.refuses(rf"comm\.{name} {says}", comm=bad)
+
+
+@pytest.mark.parametrize("half", ("decode_publish", "decode_merge"))
+def test_the_halves_check_receive_storage_too(half: str) -> None:
+    call = make_call(half)
+    bad = replace(call.arguments["comm"], errors=torch.zeros(1))
+    call.refuses(r"comm\.errors must be torch\.int32, was torch\.float32", comm=bad)
+
+
+def test_tagged_rows_must_follow_the_legacy_rows() -> None:
+    call = plans_of(False)
+    comm, plan = call.arguments["comm"], call.function.__self__  # type: ignore[attr-defined]
+    size = plan.comm_layout["tagged_offset_bytes"]
+    elsewhere = replace(comm, tagged_recv=comm.tagged_recv.clone())
+    says = rf"comm\.tagged_recv must follow comm\.recv in one storage, at {size} bytes, was"
+    call.refuses(f"{says} in another storage", comm=elsewhere)
+    larger = torch.zeros(plan.comm_layout["storage_words"] + 2, dtype=torch.int32)
+    shifted = replace(
+        comm,
+        recv=larger[: size // 4].view(comm.recv.shape),
+        tagged_recv=larger[size // 4 + 2 :].view(torch.int64).view(comm.tagged_recv.shape),
+    )
+    call.refuses(f"{says} at {size + 8} bytes", comm=shifted)
+    # An offset within a larger storage is fine.
+    plan.check_comm(
+        replace(
+            comm,
+            recv=larger[2 : size // 4 + 2].view(comm.recv.shape),
+            tagged_recv=larger[size // 4 + 2 :].view(torch.int64).view(comm.tagged_recv.shape),
+        )
+    )
+
+
+@pytest.mark.parametrize("comm", (None, 3, [], object()), ids=("None", "int", "list", "object"))
+def test_something_else_than_receive_storage_is_refused(comm: Any) -> None:
+    plans_of(False).refuses(r"comm.* must be .*, was .*", comm=comm)
+
+
+# --- the facade's limits, the sizing functions, local_comm ------------------------------------------------------------
+
+PREPARE: dict[str, tuple[Any, ...]] = {
+    "world_size": (0, 1, 3, 5, 8, True, 2.0, "2", None, [2]),
+    "rank": (-1, 2, True, 0.0, "0", None),
+    "num_index_heads": (3, 5, True, 4.0, "4", None),
+    "page_size": (0, 64, 127, 129, 192, 512, True, 128.0, "128", None, [128]),
+    "init_blocks": (-1, 17, True, 1.0, "1", None),
+    "local_blocks": (-1, 17, True, 1.0, "1", None),
+    "max_decode_tokens": (0, -1, True, 1.0, "1", None),
+    "max_decode_query_len": (0, 9, True, 1.0, "1", None),
+    "max_num_batched_tokens": (0, -1, True, 1.0, "1", None),
+    "max_num_seqs": (0, -1, True, 1.0, "1", None),
+    "max_model_len": (0, -1, True, 1.0, "1", None),
+    "num_sparse_layers": (0, -1, True, 1.0, "1", None),
+    "spin_limit": (0, 2**31, True, 1.0, "1", None),
+    "backend": ("", "CAKE", None, 1, ["cake"]),
+    "device": ("bogus", "cpu:x", None, -1, 1.5, []),
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [pytest.param(a, value, id=f"{a}-{value!r}") for a, values in PREPARE.items() for value in values],
+)
+def test_bad_limits_are_refused(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{argument} must .*was .*{re.escape(repr(value).strip('<>'))}"):
+        msa_ops.prepare_msa_icp_indexer(**{**LIMITS, argument: value})
+
+
+def test_forced_blocks_share_sixteen_places() -> None:
+    for first, last in ((0, 16), (16, 0), (7, 9)):
+        msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "init_blocks": first, "local_blocks": last})
+    with pytest.raises(ValueError, match=r"^init_blocks \+ local_blocks must be at most 16, was 8 \+ 9"):
+        msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "init_blocks": 8, "local_blocks": 9})
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta", "cuda:99"))
+def test_cake_needs_a_cuda_device(device: str) -> None:
+    with pytest.raises(ValueError, match=f"^device must .*, was {device}"):
+        msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "device": device, "backend": "cake"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("backend", ("cake", "torch"))
+def test_a_cuda_device_that_torch_does_not_find_is_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"^device must .*, was cuda"):
+        msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "device": "cuda", "backend": backend})
+
+
+NOT_POSITIVE = (0, -1, True, 1.0, "1", None)
+NOT_FOUR = (3, 5, True, 4.0, "4", None)
+PAGES = PREPARE["page_size"]
+DEVICES = ("bogus", -1, 1.5, [])
+SIZING: tuple[tuple[Callable[..., Any], dict[str, Any], dict[str, tuple[Any, ...]]], ...] = (
+    (
+        msa_ops.msa_icp_index_score_plan_storage,
+        {"num_qo_heads": 4, "total_q": 5, "batch": 2, "device": "cpu"},
+        {"num_qo_heads": NOT_FOUR, "total_q": NOT_POSITIVE, "batch": NOT_POSITIVE, "device": DEVICES},
+    ),
+    (
+        msa_ops.msa_icp_index_score_columns,
+        {"max_seq_len": 5, "page_size": 128},
+        {"max_seq_len": NOT_POSITIVE, "page_size": PAGES},
+    ),
+    (
+        msa_ops.msa_icp_decode_score_columns,
+        {"max_model_len": 5, "page_size": 128},
+        {"max_model_len": NOT_POSITIVE, "page_size": PAGES},
+    ),
+    (
+        msa_ops.msa_icp_decode_pool_bytes,
+        {"max_decode_tokens": 5, "num_heads": 4},
+        {"max_decode_tokens": NOT_POSITIVE, "num_heads": NOT_POSITIVE},
+    ),
+    (
+        msa_ops.msa_icp_prefill_pool_bytes,
+        {"total_q": 5, "batch": 2, "device": "cpu", "num_heads": 4},
+        {"total_q": NOT_POSITIVE, "batch": NOT_POSITIVE, "num_heads": NOT_FOUR, "device": DEVICES},
+    ),
+    (
+        msa_ops.msa_icp_comm_layout,
+        {"world_size": 2, "heads_per_rank": 2, "capacity": 3},
+        {
+            "world_size": PREPARE["world_size"],
+            "heads_per_rank": (0, 1, 4, True, 2.0, "2", None, [2]),
+            "capacity": NOT_POSITIVE,
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "argument", "value"),
+    [
+        pytest.param(function, arguments, argument, value, id=f"{function.__name__[8:]}-{argument}-{value!r}")
+        for function, arguments, bad in SIZING
+        for argument, values in bad.items()
+        for value in values
+    ],
+)
+def test_bad_sizes_are_refused(
+    function: Callable[..., Any], arguments: dict[str, Any], argument: str, value: Any
+) -> None:
+    function(**arguments)
+    with pytest.raises(ValueError, match=f"^{argument} must .*was .*{re.escape(repr(value))}"):
+        function(**{**arguments, argument: value})
+
+
+def test_local_comm_takes_one_group_in_order() -> None:
+    def plan(**changes: Any) -> Any:
+        return msa_ops.prepare_msa_icp_indexer(**{**LIMITS, **changes})
+
+    first, second = plan(), plan(rank=1)
+    for plans, says in (
+        ([], r"plans must .*, was \[\]"),
+        ([first, 3], r"plans must .*, was .*3"),
+        (None, "plans must .*, was None"),
+        (3, "plans must .*, was 3"),
+        (first, "plans must .*, was .*MSAIcpIndexerPlan"),
+        ([first], r"plans must .*0 to 1.*\[0\]"),
+        ([second, first], r"plans must .*0 to 1.*\[1, 0\]"),
+        ([first, first], r"plans must .*0 to 1.*\[0, 0\]"),
+        ([first, second, plan()], r"plans must .*0 to 1.*\[0, 1, 0\]"),
+        ([first, plan(rank=1, world_size=4)], r"plans must agree on world_size, had \[2, 4\]"),
+        ([first, plan(rank=1, max_decode_tokens=9)], r"plans must agree on max_decode_tokens, had \[8, 9\]"),
+        ([first, plan(rank=1, page_size=256)], r"plans must agree on page_size, had \[128, 256\]"),
+        ([first, plan(rank=1, device="meta")], r"plans must .*were on \['cpu', 'meta'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            local_comm(plans)
+    assert len(local_comm(iter([first, second]))) == 2
