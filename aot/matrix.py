@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import layout as layouts
 from ..layout import LAYOUTS, Layout
-from .tuning import decode_score_tuning
+from .tuning import decode_score_tuning, select_tuning
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,24 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
 
 
 def _common_unit(arch: Architecture) -> Unit:
+    tuning = select_tuning(arch.name)
     return Unit(
         architecture=arch,
         layout=None,
         template="common.cu.j2",
         kernels=(
-            Kernel("select_publish_legacy", "msa_icp_select_publish_legacy", 256),
-            Kernel("select_publish_tagged", "msa_icp_select_publish_tagged", 256),
-            Kernel("merge_legacy", "msa_icp_merge_legacy", 32),
-            Kernel("merge_tagged", "msa_icp_merge_tagged", 32),
-            Kernel("merge_exchanged", "msa_icp_merge_exchanged", 32),
+            *(
+                Kernel(f"select_publish_{form}_{width}", f"msa_icp_select_publish_{form}_{width}", threads)
+                for width, threads in (("narrow", tuning.narrow), ("wide", tuning.wide))
+                for form in ("legacy", "tagged")
+            ),
+            *(
+                Kernel(f"merge_{source}_{world}", f"msa_icp_merge_{source}_{world}", world * layouts.TOP_K)
+                for world in layouts.WORLD_SIZES
+                for source in ("legacy", "tagged", "exchanged")
+            ),
         ),
-        context={**CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES},
+        context={**CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES, "tuning": tuning},
     )
 
 

@@ -32,3 +32,19 @@ _BY_LAYOUT: dict[tuple[str, str], DecodeScoreTuning] = {}
 def decode_score_tuning(architecture: str, layout: str) -> DecodeScoreTuning:
     """Tuning of the decode scorer of ``layout`` on ``architecture``."""
     return _BY_LAYOUT.get((architecture, layout), _DEFAULT[architecture])
+
+
+@dataclass(frozen=True)
+class SelectTuning:
+    """Threads of the CTA that takes a row of scores: of up to 1024 columns, and of any width."""
+
+    narrow: int
+    wide: int
+
+
+_SELECT: dict[str, SelectTuning] = dict.fromkeys(_DEFAULT, SelectTuning(narrow=256, wide=512))
+
+
+def select_tuning(architecture: str) -> SelectTuning:
+    """Tuning of the publisher on ``architecture``."""
+    return _SELECT[architecture]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,8 @@ def local_comm(plans: Sequence[MSAIcpIndexerPlan]) -> list[MSAIcpComm]:
     ValueError
         If the plans are not one group, or their GPUs cannot store into each other's memory.
     """
+    if not isinstance(plans, Iterable):
+        raise ValueError(f"plans must be a non-empty sequence of indexer plans, was {plans!r}")
     plans = list(plans)
     if not plans or not all(isinstance(plan, MSAIcpIndexerPlan) for plan in plans):
         raise ValueError(f"plans must be a non-empty sequence of indexer plans, was {plans!r}")

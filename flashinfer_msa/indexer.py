@@ -198,6 +198,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             field = getattr(comm, name, None)
             if not isinstance(field, torch.Tensor):
                 raise ValueError(f"comm.{name} must be a tensor, was {field!r}")
+            if field.layout is not torch.strided:
+                raise ValueError(f"comm.{name} must be a dense tensor, was of layout {field.layout}")
             if field.dtype is not dtype:
                 raise ValueError(f"comm.{name} must be {dtype}, was {field.dtype}")
             if shape is not None and tuple(field.shape) != tuple(shape):

@@ -43,21 +43,29 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> int
 
 def require_page_size(page_size: Any) -> int:
     """A page size that has layouts."""
-    if isinstance(page_size, bool) or page_size not in PAGE_SIZES:
+    if type(page_size) is not int or page_size not in PAGE_SIZES:
         raise ValueError(f"page_size must be one of {PAGE_SIZES}, was {page_size!r}")
     return page_size
 
 
 def require_world_size(world_size: Any) -> int:
     """A world size that has layouts."""
-    if isinstance(world_size, bool) or world_size not in WORLD_SIZES:
+    if type(world_size) is not int or world_size not in WORLD_SIZES:
         raise ValueError(f"world_size must be one of {WORLD_SIZES}, was {world_size!r}")
     return world_size
 
 
+def require_device(device: Any) -> torch.device:
+    """A device as torch understands it."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one that torch knows, was {device!r}") from error
+
+
 def multiprocessor_count(device: torch.device | str | int | None) -> int:
     """Streaming multiprocessors of a CUDA device; a CPU counts as one."""
-    resolved = torch.device("cuda" if device is None else device)
+    resolved = require_device("cuda" if device is None else device)
     return torch.cuda.get_device_properties(resolved).multi_processor_count if resolved.type == "cuda" else 1
 
 
@@ -158,7 +166,7 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
         Legacy rows come first, tagged rows right after them.
     """
     require_world_size(world_size)
-    if isinstance(heads_per_rank, bool) or heads_per_rank != NUM_HEADS // world_size:
+    if type(heads_per_rank) is not int or heads_per_rank != NUM_HEADS // world_size:
         raise ValueError(
             f"heads_per_rank must be {NUM_HEADS // world_size} for world_size {world_size}, was {heads_per_rank!r}"
         )

@@ -9,6 +9,9 @@ namespace msa_icp {
 // Requests that one row of the decode scorer's grid plans for; larger batches take more rows.
 inline constexpr int kDecodeBatchTile = 1024;
 
+// Score columns up to which the publisher for narrow rows serves.
+inline constexpr int kNarrowColumns = 1024;
+
 enum class Wait : int { kPublish = 1, kMerge = 2 };
 enum class RowForm : int { kLegacy = 0, kTagged = 1 };
 

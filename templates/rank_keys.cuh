@@ -1,24 +1,26 @@
-// The order of candidates as unsigned 64-bit keys: a larger key ranks earlier, and no two candidates share one.
+// The order of candidates as unsigned keys: a larger key ranks earlier.
 namespace {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kIdBits = 13;
 static_assert(kMaxBlocks == 1 << kIdBits, "an id fits its bits");
 
+// A key of the score alone: 0 is no candidate, and all forced ones share the largest.
+using ScoreKey = unsigned;
+constexpr ScoreKey kForcedScore = 0xffffffffu;
+
+// A key that no two candidates of a row share: candidate, then forced, then score, then the lower id.
 using Key = unsigned long long;
 constexpr Key kNoCandidate = 0;
 
-// Maps FP32 bits to unsigned integers in the order of the numbers: NaN counts as -inf, -0.0 as +0.0.
-__device__ __forceinline__ unsigned ordered_bits(int bits) {
-  const unsigned u = static_cast<unsigned>(bits);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return ~0xff800000u;
-  if (u == 0x80000000u) return 0x80000000u;
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
+// Maps scores to unsigned integers of the same order, none of them 0 or kForcedScore: NaN counts as -inf, -0.0 as +0.0.
+__device__ __forceinline__ ScoreKey score_key(float score) {
+  const int bits = __float_as_int(fmaxf(score, kMinusInfinity) + 0.0f);  // fmaxf drops NaN
+  return static_cast<unsigned>(bits) ^ (static_cast<unsigned>(bits >> 31) | 0x80000000u);
 }
 
-// Valid, then forced, then score, then the lower id.
-__device__ __forceinline__ Key candidate_key(int score_bits, int id, bool forced) {
-  return static_cast<Key>(forced ? 3 : 2) << (32 + kIdBits) | static_cast<Key>(ordered_bits(score_bits)) << kIdBits |
+__device__ __forceinline__ Key candidate_key(float score, int id, bool forced) {
+  return static_cast<Key>(forced ? 3 : 2) << (32 + kIdBits) | static_cast<Key>(score_key(score)) << kIdBits |
          static_cast<Key>(kMaxBlocks - 1 - id);
 }
 

@@ -1,29 +1,30 @@
 // Decode selection: the Top16 candidates of one (token, head) row, published into the receive row of the head's owner.
 //
-// A CTA takes a row. Thread i holds the columns i, i + 256, ...; the 32 residues of the column modulo 32 are 32
-// disjoint groups, so the 16th largest of the groups' maxima bounds the 16th largest key from below. The few keys at
-// or above the bound are listed and ranked by counting. Should a row crowd its large keys into few groups, so that the
-// list overflows, the keys are taken one by one instead.
+// A CTA takes a row. Thread i holds the columns i, i + kThreads, ...; the 32 residues of the column modulo 32 are 32
+// disjoint groups, so the 16th largest of the groups' best scores bounds the 16th best score from below. The few
+// candidates at or above the bound are listed, ranked by counting and published. Should a row crowd its large or equal
+// scores into few groups, so that the list overflows, the candidates are taken one by one instead.
 namespace {
 
-constexpr int kSelectThreads = 256;
-constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr int kKeysPerThread = kMaxBlocks / kSelectThreads;
-constexpr int kListCapacity = kSelectThreads;
+constexpr int kListCapacity = 256;
 
+template <int kThreads>
 struct Selection {
-  Key group_max[kSelectWarps][32];
-  Key list[kListCapacity];
-  int list_bits[kListCapacity];
-  Key winner[kTopK];
-  int winner_bits[kTopK];
-  Key warp_max[kSelectWarps];
+  static constexpr int kWarps = kThreads / 32;
+  ScoreKey group_best[kWarps][32];
+  ScoreKey bound;
   int count;
+  Key list[kListCapacity];
+  float list_scores[kListCapacity];
+  Key winner[kTopK];
+  float winner_scores[kTopK];
+  Key warp_best[kWarps];
 };
 
-// This thread's candidates: raw score bits, and the keys they stand for.
+// This thread's candidates. Ids of a row are `column * scale + offset`.
+template <int kThreads, int kPerThread>
 struct Candidates {
-  int bits[kKeysPerThread];
+  float score[kPerThread];
   const float* row;
   int columns;  // columns of the row that are candidates
   int scale, offset, force_begin;
@@ -39,157 +40,174 @@ struct Candidates {
     columns = min(limit > offset ? (limit - offset - 1) / scale + 1 : 0, p.score_columns);
     row = p.scores + token * p.score_token_stride + head * p.score_head_stride;
 #pragma unroll
-    for (int i = 0; i < kKeysPerThread; ++i) {
-      const int column = column_of(i);
-      bits[i] = column < columns ? __float_as_int(row[column]) : 0;
-    }
+    for (int i = 0; i < kPerThread; ++i) score[i] = column_of(i) < columns ? row[column_of(i)] : 0.0f;
   }
 
-  __device__ __forceinline__ static int column_of(int i) { return i * kSelectThreads + static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ static int column_of(int i) { return i * kThreads + static_cast<int>(threadIdx.x); }
 
-  __device__ __forceinline__ Key key_of(int column, int score_bits) const {
+  __device__ __forceinline__ bool is_forced(int id) const { return id < force_begin || id >= force_end; }
+
+  __device__ __forceinline__ ScoreKey score_key_of(int i) const {
+    if (column_of(i) >= columns) return 0;
+    return is_forced(column_of(i) * scale + offset) ? kForcedScore : score_key(score[i]);
+  }
+
+  __device__ __forceinline__ Key key_of(int column, float value) const {
     const int id = column * scale + offset;
-    return candidate_key(score_bits, id, id < force_begin || id >= force_end);
-  }
-
-  __device__ __forceinline__ Key key(int i) const {
-    return column_of(i) < columns ? key_of(column_of(i), bits[i]) : kNoCandidate;
+    return candidate_key(value, id, is_forced(id));
   }
 };
 
-// The 16th largest of the 32 group maxima, or 1 (every candidate) where fewer than 16 groups have one.
-__device__ __forceinline__ Key selection_bound(const Candidates& candidates, Selection& shared) {
+// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one.
+template <int kThreads, int kPerThread>
+__device__ __forceinline__ ScoreKey score_bound(const Candidates<kThreads, kPerThread>& candidates,
+                                                Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Key largest = kNoCandidate;
+  ScoreKey best = 0;
 #pragma unroll
-  for (int i = 0; i < kKeysPerThread; ++i) {
-    if (i * kSelectThreads >= candidates.columns) break;
-    largest = max(largest, candidates.key(i));
+  for (int i = 0; i < kPerThread; ++i) best = max(best, candidates.score_key_of(i));
+  shared.group_best[warp][lane] = best;
+  __syncthreads();
+  if (warp == 0) {
+#pragma unroll
+    for (int w = 1; w < Selection<kThreads>::kWarps; ++w) best = max(best, shared.group_best[w][lane]);
+    __syncwarp();
+    shared.group_best[0][lane] = best;
+    __syncwarp();
+    int larger = 0, as_large = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const ScoreKey other = shared.group_best[0][i];
+      larger += other > best;
+      as_large += other >= best;
+    }
+    const unsigned holders = __ballot_sync(kFullWarp, best != 0 && larger < kTopK && as_large >= kTopK);
+    const ScoreKey bound = __shfl_sync(kFullWarp, best, holders ? __ffs(holders) - 1 : 0);
+    if (lane == 0) shared.bound = holders ? bound : 1;
   }
-  shared.group_max[warp][lane] = largest;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kSelectWarps; ++w) largest = max(largest, shared.group_max[w][lane]);
-  __syncthreads();
-  shared.group_max[warp][lane] = largest;
-  __syncwarp();
-  const int rank = count_larger(shared.group_max[warp], 32, largest);
-  const unsigned holder = __ballot_sync(kFullWarp, largest != kNoCandidate && rank == kTopK - 1);
-  const Key bound = __shfl_sync(kFullWarp, largest, holder ? __ffs(holder) - 1 : 0);
-  return holder ? bound : 1;
+  return shared.bound;
 }
 
-// Exact whatever the values: the largest key below the one found before, 16 times. Rare, so the row is read again
+// Exact whatever the scores: the largest key below the one found before, 16 times. Rare, so the row is read again
 // rather than held in registers.
-__device__ __forceinline__ void select_one_by_one(const Candidates& candidates, Selection& shared) {
+template <int kThreads, int kPerThread>
+__device__ __forceinline__ void select_one_by_one(const Candidates<kThreads, kPerThread>& candidates,
+                                                  Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Key previous = ~static_cast<Key>(0);
   for (int place = 0; place < kTopK; ++place) {
-    Key largest = kNoCandidate;
-    int largest_bits = 0;
-    for (int column = threadIdx.x; column < candidates.columns; column += kSelectThreads) {
-      const int bits = __float_as_int(candidates.row[column]);
-      const Key key = candidates.key_of(column, bits);
-      if (key < previous && key > largest) {
-        largest = key;
-        largest_bits = bits;
+    Key best = kNoCandidate;
+    float best_score = 0.0f;
+    for (int column = threadIdx.x; column < candidates.columns; column += kThreads) {
+      const float score = candidates.row[column];
+      const Key key = candidates.key_of(column, score);
+      if (key < previous && key > best) {
+        best = key;
+        best_score = score;
       }
     }
-    Key warp_largest = largest;
+    Key row_best = best;
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-      warp_largest = max(warp_largest, __shfl_xor_sync(kFullWarp, warp_largest, mask));
-    }
+    for (int mask = 16; mask > 0; mask /= 2) row_best = max(row_best, __shfl_xor_sync(kFullWarp, row_best, mask));
     __syncthreads();
-    if (lane == 0) shared.warp_max[warp] = warp_largest;
+    if (lane == 0) shared.warp_best[warp] = row_best;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kSelectWarps; ++w) warp_largest = max(warp_largest, shared.warp_max[w]);
-    if (largest == warp_largest && largest != kNoCandidate) {
-      shared.winner[place] = largest;
-      shared.winner_bits[place] = largest_bits;
+    for (int w = 0; w < Selection<kThreads>::kWarps; ++w) row_best = max(row_best, shared.warp_best[w]);
+    if (best == row_best && best != kNoCandidate) {
+      shared.winner[place] = best;
+      shared.winner_scores[place] = best_score;
     }
-    previous = warp_largest;
+    previous = row_best;
   }
 }
 
 // Leaves the 16 best candidates in shared.winner; places without one hold kNoCandidate.
-__device__ __forceinline__ void select(const Candidates& candidates, Selection& shared) {
+template <int kThreads, int kPerThread>
+__device__ __forceinline__ void select(const Candidates<kThreads, kPerThread>& candidates, Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) shared.count = 0;
   if (threadIdx.x < kTopK) shared.winner[threadIdx.x] = kNoCandidate;
-  const Key bound = selection_bound(candidates, shared);
+  const ScoreKey bound = score_bound(candidates, shared);
 #pragma unroll
-  for (int i = 0; i < kKeysPerThread; ++i) {
-    if (i * kSelectThreads >= candidates.columns) break;
-    const Key key = candidates.key(i);
-    const unsigned taken = __ballot_sync(kFullWarp, key >= bound);
-    if (taken == 0) continue;
+  for (int i = 0; i < kPerThread; ++i) {
+    const bool taken = candidates.score_key_of(i) >= bound;
+    const unsigned takers = __ballot_sync(kFullWarp, taken);
+    if (takers == 0) continue;
     int place = 0;
-    if (lane == 0) place = atomicAdd(&shared.count, __popc(taken));
-    place = __shfl_sync(kFullWarp, place, 0) + __popc(taken & ((1u << lane) - 1));
-    if (key >= bound && place < kListCapacity) {
-      shared.list[place] = key;
-      shared.list_bits[place] = candidates.bits[i];
+    if (lane == 0) place = atomicAdd(&shared.count, __popc(takers));
+    place = __shfl_sync(kFullWarp, place, 0) + __popc(takers & ((1u << lane) - 1));
+    if (taken && place < kListCapacity) {
+      shared.list[place] = candidates.key_of(candidates.column_of(i), candidates.score[i]);
+      shared.list_scores[place] = candidates.score[i];
     }
   }
   __syncthreads();
   const int count = shared.count;
   if (count > kListCapacity) {
     select_one_by_one(candidates, shared);
-  } else if (threadIdx.x < count) {
-    const Key key = shared.list[threadIdx.x];
-    const int rank = count_larger(shared.list, count, key);
-    if (rank < kTopK) {
-      shared.winner[rank] = key;
-      shared.winner_bits[rank] = shared.list_bits[threadIdx.x];
+  } else {
+    for (int entry = threadIdx.x; entry < count; entry += kThreads) {
+      const Key key = shared.list[entry];
+      const int rank = count_larger(shared.list, count, key);
+      if (rank < kTopK) {
+        shared.winner[rank] = key;
+        shared.winner_scores[rank] = shared.list_scores[entry];
+      }
     }
   }
   __syncthreads();
 }
 
-template <msa_icp::RowForm kForm>
+template <msa_icp::RowForm kForm, int kThreads, int kPerThread>
 __device__ __forceinline__ void select_publish(const msa_icp::SelectPublishParams& p) {
-  __shared__ Selection shared;
+  __shared__ Selection<kThreads> shared;
+  const int lane = threadIdx.x % 32;
   const int token = blockIdx.x / kHeads, head = blockIdx.x % kHeads;
+  const int owner = head / p.heads_per_rank, owned = head % p.heads_per_rank;
   ptx::wait_for_predecessor();
   ptx::allow_successor();
 
-  Candidates candidates;
+  // Loaded ahead of their use at the end.
+  const long long base = p.recv_bases[owner];
+  int* counter = nullptr;
+  int generation = 0;
+  if (kForm == msa_icp::RowForm::kTagged) {
+    counter = p.generations + (static_cast<long long>(p.slot) * kHeads + head) * p.capacity + token;
+    generation = *counter + 1;
+  }
+
+  Candidates<kThreads, kPerThread> candidates;
   candidates.load(p, token, head);
   select(candidates, shared);
   if (threadIdx.x >= 32) return;
 
   // The winners in the order of their ids, then empty places.
-  const int lane = threadIdx.x;
   const Key key = lane < kTopK ? shared.winner[lane] : kNoCandidate;
   const int id = key == kNoCandidate ? -1 : id_of(key);
-  const int bits = key == kNoCandidate ? __float_as_int(kMinusInfinity) : shared.winner_bits[lane];
+  const int bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : shared.winner_scores[lane]);
   int place = id < 0 ? lane : 0;  // ranks are dense, so empty places are the last ones already
 #pragma unroll
   for (int i = 0; i < kTopK; ++i) {
     const int other = __shfl_sync(kFullWarp, id, i);
-    place += other >= 0 && other < id;
+    if (id >= 0) place += other >= 0 && other < id;
   }
 
-  const int owner = head / p.heads_per_rank, owned = head % p.heads_per_rank;
   const long long row =
       ((static_cast<long long>(p.slot) * p.world_size + p.rank) * p.heads_per_rank + owned) * p.capacity + token;
   if (kForm == msa_icp::RowForm::kTagged) {
     // A word carries its generation, so each validates itself: no order among the stores, and none with others, is
     // needed. Relaxed system-scope 64-bit stores are enough, as they cannot tear.
-    int* counter = p.generations + (static_cast<long long>(p.slot) * kHeads + head) * p.capacity + token;
-    const int generation = *counter + 1;
-    unsigned long long* to = reinterpret_cast<unsigned long long*>(p.recv_bases[owner]) + row * kTaggedWords;
+    unsigned long long* to = reinterpret_cast<unsigned long long*>(base) + row * kTaggedWords;
     const unsigned long long tag = static_cast<unsigned long long>(static_cast<unsigned>(generation)) << 32;
     if (lane < kTopK) {
       ptx::store_relaxed(to + place, tag | static_cast<unsigned>(bits));
       ptx::store_relaxed(to + kTopK + place, tag | static_cast<unsigned>(id));
     }
-    __syncwarp();  // every lane has read the counter
-    if (lane == 0) *counter = generation;
+    if (lane == 0) *counter = generation;  // every thread read it before the barriers of the selection
   } else {
-    int* to = reinterpret_cast<int*>(p.recv_bases[owner]) + row * kRowWords;
+    int* to = reinterpret_cast<int*>(base) + row * kRowWords;
     int* flag = to + kRowWords - 1;
     if (lane == 0) {
       // Acquire: pairs with the owner's release of 0, after which none of its lanes reads the old words again.
@@ -211,12 +229,12 @@ __device__ __forceinline__ void select_publish(const msa_icp::SelectPublishParam
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kSelectThreads, 4)
-    msa_icp_select_publish_legacy(const __grid_constant__ msa_icp::SelectPublishParams params) {
-  select_publish<msa_icp::RowForm::kLegacy>(params);
+{% for width, columns, threads in [("narrow", "msa_icp::kNarrowColumns", tuning.narrow), ("wide", "kMaxBlocks", tuning.wide)] %}
+{% for form in ["legacy", "tagged"] %}
+extern "C" __global__ void __launch_bounds__({{ threads }})
+    msa_icp_select_publish_{{ form }}_{{ width }}(const __grid_constant__ msa_icp::SelectPublishParams params) {
+  select_publish<msa_icp::RowForm::k{{ form | capitalize }}, {{ threads }}, {{ columns }} / {{ threads }}>(params);
 }
 
-extern "C" __global__ void __launch_bounds__(kSelectThreads, 4)
-    msa_icp_select_publish_tagged(const __grid_constant__ msa_icp::SelectPublishParams params) {
-  select_publish<msa_icp::RowForm::kTagged>(params);
-}
+{% endfor %}
+{% endfor %}

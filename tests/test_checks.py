@@ -35,7 +35,6 @@ DTYPES = (
     E4M3,
 )
 INT32_MAX = 2**31 - 1
-SHAPE = r"\[[0-9, ]+\]"
 LIMITS: dict[str, Any] = {
     "world_size": 2,
     "rank": 0,
@@ -374,7 +373,7 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
         (7, "7"),
         (1.5, "the float 1.5"),
         (True, "True"),
-        (object(), "an object of another type"),
+        (object(), "an object.*"),
     )
     if not rule.optional:
         others += ((None, "None"),)
@@ -406,21 +405,21 @@ def test_numpy_arrays_are_refused(name: str, argument: str) -> None:
 
 
 ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
-    ("score", "index_k", lambda a: strided(a["index_k"], 0, 64 * 128 + 8), "index_k must .*multiple of 16.*had .*8200.*"),
+    ("score", "index_k", lambda a: strided(a["index_k"], 0, 8200), "index_k must .* multiple of 16.*8200.*"),
     ("score", "index_k", lambda a: strided(a["index_k"], 1, 144), "index_k must have dense rows .*128.*, had .*144.*"),
     ("score", "index_k", lambda a: strided(a["index_k"], 1, 0), "index_k must have dense rows .*128.*, had .*0.*"),
-    ("decode", "index_k", lambda a: strided(a["index_k"], 0, 64 * 128 + 8), "index_k must .*multiple of 16.*had .*8200.*"),
+    ("decode", "index_k", lambda a: strided(a["index_k"], 0, 8200), "index_k must .* multiple of 16.*8200.*"),
     # The number of requests and of tokens comes from more than one argument, and either may be wrong.
-    ("score", "seq_lens", lambda a: resized(a["seq_lens"], 0, 1), rf"index_q must have shape .*\[6, 4, 128\], was {SHAPE}"),
-    ("decode", "seq_lens", lambda a: resized(a["seq_lens"], 0, -1), rf"index_q must have .*\[2, 4, 128\], was {SHAPE}"),
+    ("score", "seq_lens", lambda a: resized(a["seq_lens"], 0, 1), r"index_q must have .*\[6, 4, 128\], was \[.*"),
+    ("decode", "seq_lens", lambda a: resized(a["seq_lens"], 0, -1), r"index_q must have .*\[2, 4, 128\], was \[.*"),
     ("publish", "scores", lambda a: resized(a["scores"], 0, 1), r"num_valid_pages must have .*\[5\], was \[4\]"),
     ("publish", "scores", lambda a: resized(a["scores"], 0, 5), "capacity must be at least .*9, was 8"),
-    ("merge", "num_valid_pages", lambda a: resized(a["num_valid_pages"], 0, 1), rf"output must have .*5.*was {SHAPE}"),
+    ("merge", "num_valid_pages", lambda a: resized(a["num_valid_pages"], 0, 1), r"output must have .*5.*was \[.*"),
     ("merge", "num_valid_pages", lambda a: resized(a["num_valid_pages"], 0, 5), "num_valid_pages must .*8 .*, had 9"),
     ("merge", "recv_slot", lambda a: a["recv_slot"][:, :, :3], "num_valid_pages must have at most .*3 .*, had 4"),
-    ("merge+", "recv_slot", lambda a: a["recv_slot"][:, :, :5], r"expected_generations must have .*\[2, 5\], was \[2, 8\]"),
-    ("merge", "recv_slot", lambda a: torch.zeros(3, 1, 8, 33, dtype=torch.int32), r"recv_slot must .*was \[3, 1, 8, 33\]"),
-    ("merge", "recv_slot", lambda a: torch.zeros(4, 2, 8, 33, dtype=torch.int32), r"recv_slot must .*was \[4, 2, 8, 33\]"),
+    ("merge+", "recv_slot", lambda a: a["recv_slot"][:, :, :5], r"expected_generations must .*\[2, 5\], was \[2, 8\]"),
+    ("merge", "recv_slot", lambda a: torch.zeros(3, 1, 8, 33).int(), r"recv_slot must .*was \[3, 1, 8, 33\]"),
+    ("merge", "recv_slot", lambda a: torch.zeros(4, 2, 8, 33).int(), r"recv_slot must .*was \[4, 2, 8, 33\]"),
     # Score columns.
     ("score", "score_out", lambda a: a["score_out"][..., :0], r"score_out must .*1 and 8192.*\[4, 4, 0\]"),
     ("score", "score_out", lambda a: a["score_out"][..., :3], "score_out must have a multiple of 4 columns, had .*3.*"),
@@ -434,7 +433,7 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     ("publish", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
     ("merge", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
     # The two forms of rows.
-    ("merge", "expected_generations", lambda a: torch.zeros(2, 8, dtype=torch.int32), "recv_slot must be .*int64, was .*int32"),
+    ("merge", "expected_generations", lambda a: torch.zeros(2, 8).int(), "recv_slot must be .*int64, was .*int32"),
     ("merge+", "expected_generations", lambda a: None, "recv_slot must be .*int32, was .*int64"),
     ("merge+", "prefill", lambda a: True, "expected_generations must be None with prefill=True, was a tensor"),
 )  # fmt: skip

@@ -13,15 +13,19 @@ from .base import Backend
 NAMES = ("cake", "torch")
 
 
-@functools.cache
 def find_backend(name: str) -> Backend:
     """Return a backend by name; ``ValueError`` for one that does not exist."""
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"backend must be one of {NAMES}, was {name!r}")
+    return _make_backend(name)
+
+
+@functools.cache
+def _make_backend(name: str) -> Backend:
     if name == "cake":
         from .cake import CakeBackend
 
         return CakeBackend()
-    if name == "torch":
-        from .checked_reference import TorchBackend
+    from .checked_reference import TorchBackend
 
-        return TorchBackend()
-    raise ValueError(f"backend must be one of {NAMES}, was {name!r}")
+    return TorchBackend()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime import loader
+from ..sizing import require_device
 from . import arguments
 
 
@@ -18,7 +19,7 @@ class CakeBackend:
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """A CUDA device with its index filled in, and the architecture of the cubins that it loads."""
-        resolved = torch.device(device)
+        resolved = require_device(device)
         if resolved.type != "cuda":
             raise ValueError(f'device must be a CUDA device for backend="cake", was {resolved}')
         if not torch.cuda.is_available():

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layout import find_layout
+from ..sizing import require_device
 from . import arguments, reference
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
+
+
+def _require_torch(**tensors: Any) -> None:
+    """Refuse what the launcher takes for a tensor and torch code cannot use."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} must be a torch tensor, was of {type(value)}")
+        if value is not None and value.is_neg():
+            raise ValueError(f"{name} must be resolved, was a tensor with a pending negation")
 
 
 class TorchBackend:
@@ -21,7 +31,11 @@ class TorchBackend:
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in; its type stands for the architecture."""
-        resolved = torch.empty(0, device=torch.device(device)).device
+        wanted = require_device(device)
+        try:
+            resolved = torch.empty(0, device=wanted).device
+        except (AssertionError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            raise ValueError(f"device must be usable, was {wanted}: {error}") from error
         return resolved, resolved.type
 
     def warmup(self, device: torch.device) -> None:
@@ -55,6 +69,9 @@ class TorchBackend:
             decode_query_len,
             max_decode_query_len,
             enable_pdl,
+        )
+        _require_torch(
+            index_q=index_q, index_k=index_k, block_table=block_table, seq_lens=seq_lens, score_out=score_out
         )
         reference.decode_index_score(
             index_q,
@@ -106,6 +123,13 @@ class TorchBackend:
             index_scale,
             index_offset,
         )
+        _require_torch(
+            scores=scores,
+            num_valid_pages=num_valid_pages,
+            recv_bases=recv_bases,
+            errors=errors,
+            generations=generations,
+        )
         if scores.shape[0] == 0:
             return
         reference.topk_select_publish(
@@ -153,6 +177,13 @@ class TorchBackend:
             expected_generations,
             prefill,
         )
+        _require_torch(
+            recv_slot=recv_slot,
+            num_valid_pages=num_valid_pages,
+            output=output,
+            errors=errors,
+            expected_generations=expected_generations,
+        )
         if num_valid_pages.numel() == 0:
             return
         reference.merge_candidates(
@@ -179,6 +210,11 @@ class TorchBackend:
     ) -> None:
         """The chain in torch."""
         arguments.decode(False, plan, comm, slot, tagged, enable_pdl, publish, merge)
+        if publish is not None:
+            names = ("index_q", "index_k", "block_table", "seq_lens", "num_valid_pages", "scores")
+            _require_torch(**dict(zip(names, publish, strict=False)))
+        if merge is not None:
+            _require_torch(num_valid_pages=merge[0], output=merge[1])
         if publish is not None:
             index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len = publish
             tokens = index_q.shape[0]

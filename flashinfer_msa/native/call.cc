@@ -82,11 +82,11 @@ Text describe(const TVMFFIAny& argument) {
     case kTVMFFIInt: return text.add("%" PRId64, argument.v_int64);
     case kTVMFFIFloat: return text.add("the float %g", argument.v_float64);
     // The caller passes words in place of a tensor that cannot be passed.
-    case kTVMFFIRawStr: return text.add("%s", argument.v_c_str);
-    case kTVMFFISmallStr: return text.add("%.*s", static_cast<int>(argument.small_str_len), argument.v_bytes);
+    case kTVMFFIRawStr: return text.add("'%s'", argument.v_c_str);
+    case kTVMFFISmallStr: return text.add("'%.*s'", static_cast<int>(argument.small_str_len), argument.v_bytes);
     case kTVMFFIStr: {
       const TVMFFIByteArray* bytes = TVMFFIBytesGetByteArrayPtr(argument.v_obj);
-      return text.add("%.*s", static_cast<int>(bytes->size), bytes->data);
+      return text.add("'%.*s'", static_cast<int>(bytes->size), bytes->data);
     }
     case kTVMFFIDLTensorPtr:
     case kTVMFFITensor: return text.add("a tensor");
@@ -94,7 +94,7 @@ Text describe(const TVMFFIAny& argument) {
     case kTVMFFIMap: return text.add("a dict");
     case kTVMFFIDataType: return text.add("a dtype");
     case kTVMFFIDevice: return text.add("a device");
-    default: return text.add("an object of another type");
+    default: return text.add("an object of another type, or an int beyond 64 bits");
   }
 }
 

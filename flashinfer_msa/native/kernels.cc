@@ -131,10 +131,11 @@ void set_result(TVMFFIAny* result, int64_t value) {
 }  // namespace
 
 const char* role_name(int role) {
-  static const char* const names[kNumRoles] = {"decode_score_1",        "decode_score_2", "decode_score_3",
-                                               "decode_score_4",        "select_publish_legacy",
-                                               "select_publish_tagged", "merge_legacy",   "merge_tagged",
-                                               "merge_exchanged"};
+  static const char* const names[kNumRoles] = {
+      "decode_score_1", "decode_score_2", "decode_score_3", "decode_score_4",
+      "select_publish_legacy_narrow", "select_publish_tagged_narrow", "select_publish_legacy_wide",
+      "select_publish_tagged_wide",
+      "merge_legacy_2", "merge_tagged_2", "merge_exchanged_2", "merge_legacy_4", "merge_tagged_4", "merge_exchanged_4"};
   return names[role];
 }
 

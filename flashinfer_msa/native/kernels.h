@@ -16,15 +16,12 @@ constexpr int kMaxLayouts = 16;
 constexpr int kCommon = 0;  // layout index of kernels that no layout specialises
 constexpr int kMaxQueryTiles = 4;
 
-// What a kernel does; `kDecodeScore + n - 1` scores n tiles of 8 query rows.
+// What a kernel does. `kDecodeScore + n - 1` scores n tiles of 8 query rows.
 enum Role : int {
   kDecodeScore = 0,
-  kSelectPublishLegacy = kDecodeScore + kMaxQueryTiles,
-  kSelectPublishTagged,
-  kMergeLegacy,
-  kMergeTagged,
-  kMergeExchanged,
-  kNumRoles
+  kSelectPublish = kDecodeScore + kMaxQueryTiles,  // legacy and tagged for narrow rows, then for wide ones
+  kMerge = kSelectPublish + 4,                     // legacy, tagged and exchanged for 2 ranks, then for 4
+  kNumRoles = kMerge + 6
 };
 
 const char* role_name(int role);

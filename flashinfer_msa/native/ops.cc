@@ -20,6 +20,21 @@ constexpr int kRowsPerTile = 8;  // query rows of one tensor-core tile
 
 int as_int(int64_t value) { return static_cast<int>(value); }
 
+int take_one_of(Call& call, const char* name, int first, int second) {
+  const int64_t value = call.integer(name, INT64_MIN, INT64_MAX);
+  if (call.ok() && value != first && value != second) {
+    call.fail("%s must be %d or %d, was %lld", name, first, second, static_cast<long long>(value));
+  }
+  return as_int(value);
+}
+
+int check_rank(Call& call, int64_t rank, int world_size) {
+  if (call.ok() && (rank < 0 || rank >= world_size)) {
+    call.fail("rank must be in [0, %d], was %lld", world_size - 1, static_cast<long long>(rank));
+  }
+  return as_int(rank);
+}
+
 // ---- decode scorer
 
 struct Score {
@@ -118,6 +133,7 @@ struct Publish {
   Tensor scores, num_valid_pages, recv_bases, errors, generations;
   int slot, rank, world_size, heads_per_rank, capacity, force_begin_blocks, force_end_blocks, spin_limit;
   int index_scale, index_offset;
+  const char* capacity_name = "capacity";
   bool enable_pdl;
 };
 
@@ -145,7 +161,8 @@ void check_publish(Call& call, const Publish& p, int64_t tokens) {
     call.fail("index_offset must be below index_scale = %d, was %d", p.index_scale, p.index_offset);
   }
   if (tokens > p.capacity) {
-    call.fail("capacity must be at least the number of tokens, %lld, was %d", static_cast<long long>(tokens), p.capacity);
+    call.fail("%s must be at least the number of tokens, %lld, was %d", p.capacity_name, static_cast<long long>(tokens),
+              p.capacity);
   }
   call.expect_shape(p.num_valid_pages, "[tokens", tokens);
   call.expect_contiguous(p.num_valid_pages);
@@ -181,8 +198,8 @@ SelectPublishParams publish_params(const Publish& p, const Device& device) {
 }
 
 Launch publish_launch(const Publish& p, int64_t tokens, SelectPublishParams* params) {
-  return {kCommon, p.generations ? kSelectPublishTagged : kSelectPublishLegacy, static_cast<unsigned>(tokens * kHeads), 1,
-          params, p.enable_pdl};
+  const bool wide = p.scores.size(2) > kNarrowColumns, tagged = static_cast<bool>(p.generations);
+  return {kCommon, kSelectPublish + 2 * wide + tagged, static_cast<unsigned>(tokens * kHeads), 1, params, p.enable_pdl};
 }
 
 // ---- merge
@@ -240,7 +257,7 @@ MergeParams merge_params(const MergeCall& m, const Device& device) {
 }
 
 Launch merge_launch(const MergeCall& m, MergeParams* params) {
-  const Role role = m.exchanged ? kMergeExchanged : m.tagged ? kMergeTagged : kMergeLegacy;
+  const int role = kMerge + (m.world_size == 4 ? 3 : 0) + (m.exchanged ? 2 : m.tagged ? 1 : 0);
   return {kCommon, role, static_cast<unsigned>(m.num_valid_pages.size(0) * m.heads_per_rank), 1, params, m.enable_pdl};
 }
 
@@ -267,6 +284,7 @@ void take_plan(Call& call, Facade* f) {
   f->score.world_size = f->publish.world_size = f->merge.world_size = world_size;
   f->publish.heads_per_rank = f->merge.heads_per_rank = heads_per_rank;
   f->publish.capacity = f->merge.capacity = capacity;
+  f->publish.capacity_name = "max_decode_tokens";
   f->publish.force_begin_blocks = f->merge.init_blocks = init_blocks;
   f->publish.force_end_blocks = f->merge.local_blocks = local_blocks;
   f->publish.spin_limit = f->merge.spin_limit = spin_limit;
@@ -332,9 +350,10 @@ MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, T
   if (launches) call.require_cuda();
   Score s;
   take_score_tensors(call, &s, "score_out");
-  s.rank = as_int(call.integer("rank", 0, INT32_MAX));
-  s.world_size = as_int(call.integer("world_size", 1, INT32_MAX));
-  s.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
+  const int64_t rank = call.integer("rank", INT64_MIN, INT64_MAX);
+  s.world_size = take_one_of(call, "world_size", 2, 4);
+  s.page_size = take_one_of(call, "page_size", 128, 256);
+  s.rank = check_rank(call, rank, s.world_size);
   const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
   s.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
   s.enable_pdl = call.flag("enable_pdl");
@@ -363,9 +382,15 @@ MSA_EXPORT __tvm_ffi_select_publish(void*, const TVMFFIAny* args, int32_t count,
   p.recv_bases = call.tensor("recv_bases", Type::kInt64, 1);
   p.errors = call.tensor("errors", Type::kInt32, 1);
   p.slot = as_int(call.integer("slot", 0, kSlotSets - 1));
-  p.rank = as_int(call.integer("rank", 0, INT32_MAX));
-  p.world_size = as_int(call.integer("world_size", 1, INT32_MAX));
-  p.heads_per_rank = as_int(call.integer("heads_per_rank", 1, kHeads));
+  const int64_t rank = call.integer("rank", INT64_MIN, INT64_MAX);
+  p.world_size = take_one_of(call, "world_size", 2, 4);
+  p.rank = check_rank(call, rank, p.world_size);
+  const int64_t heads = call.integer("heads_per_rank", INT64_MIN, INT64_MAX);
+  if (call.ok() && heads != kHeads / p.world_size) {
+    call.fail("heads_per_rank must be %d for world_size %d, was %lld", kHeads / p.world_size, p.world_size,
+              static_cast<long long>(heads));
+  }
+  p.heads_per_rank = as_int(heads);
   p.capacity = as_int(call.integer("capacity", 1, INT32_MAX));
   p.force_begin_blocks = as_int(call.integer("force_begin_blocks", 0, kTopK));
   p.force_end_blocks = as_int(call.integer("force_end_blocks", 0, kTopK));
