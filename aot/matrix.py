@@ -71,23 +71,30 @@ CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isuppe
 """The integers of ``layout``, by name: what the constants header is rendered from."""
 
 
+GROUP_COLUMNS = 32
+"""Score columns that the decode scorer writes together: the 128 bytes of a cache line."""
+
+
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     tuning = decode_score_tuning(arch.name, layout.name)
     query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
-    ring = tuning.warps * tuning.stages * tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes
-    staging = tuning.warps * layouts.MAX_QUERY_LEN * layouts.NUM_HEADS * 4 * 4
-    barriers = tuning.warps * tuning.stages * 8
-    shared = ring + staging + barriers
+    ring_bytes = [stages * tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes for stages in tuning.stages]
+    staging_bytes = [tiles * 8 * (GROUP_COLUMNS + 4) * 4 for tiles in query_tiles]
+    shared = [
+        warps * (ring + staging + stages * 8)
+        for warps, stages, ring, staging in zip(tuning.warps, tuning.stages, ring_bytes, staging_bytes, strict=True)
+    ]
     return Unit(
         architecture=arch,
         layout=layout,
         template="decode_score.cu.j2",
         kernels=tuple(
-            Kernel(f"decode_score_{n}", f"msa_icp_decode_score_{layout.name}_n{n}", tuning.warps * 32, shared)
-            for n in query_tiles
+            Kernel(f"decode_score_{n}", f"msa_icp_decode_score_{layout.name}_n{n}", warps * 32, size)
+            for n, warps, size in zip(query_tiles, tuning.warps, shared, strict=True)
         ),
         context={
             **CONSTANTS,
+            "GROUP_COLUMNS": GROUP_COLUMNS,
             "arch": arch,
             "layout": layout,
             "tuning": tuning,

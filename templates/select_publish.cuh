@@ -21,40 +21,49 @@ struct Selection {
   Key warp_best[kWarps];
 };
 
-// This thread's candidates. Ids of a row are `column * scale + offset`.
+// This thread's candidates, and their score keys. Ids of a row are `column * scale + offset`; limits on ids become limits
+// on columns, so that a column needs one comparison to be neither forced nor past the end.
 template <int kThreads, int kPerThread>
 struct Candidates {
   float score[kPerThread];
+  ScoreKey key[kPerThread];
   const float* row;
-  int columns;  // columns of the row that are candidates
-  int scale, offset, force_begin;
-  long long force_end;  // first id that the trailing forced blocks start at
-
-  __device__ __forceinline__ void load(const msa_icp::SelectPublishParams& p, int token, int head) {
-    const int num_valid = p.num_valid_pages[token];
-    const int limit = min(num_valid, kMaxBlocks);
-    scale = p.index_scale;
-    offset = p.index_offset;
-    force_begin = p.force_begin_blocks;
-    force_end = static_cast<long long>(num_valid) - p.force_end_blocks;
-    columns = min(limit > offset ? (limit - offset - 1) / scale + 1 : 0, p.score_columns);
-    row = p.scores + token * p.score_token_stride + head * p.score_head_stride;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) score[i] = column_of(i) < columns ? row[column_of(i)] : 0.0f;
-  }
+  int scale, offset;
+  int columns;        // columns of the row that are candidates
+  int forced_before;  // columns below this and from `forced_from` on are forced
+  int forced_from;
 
   __device__ __forceinline__ static int column_of(int i) { return i * kThreads + static_cast<int>(threadIdx.x); }
 
-  __device__ __forceinline__ bool is_forced(int id) const { return id < force_begin || id >= force_end; }
+  // Columns whose id is below `id`.
+  __device__ __forceinline__ int columns_below(int id) const { return id > offset ? (id - offset - 1) / scale + 1 : 0; }
 
-  __device__ __forceinline__ ScoreKey score_key_of(int i) const {
-    if (column_of(i) >= columns) return 0;
-    return is_forced(column_of(i) * scale + offset) ? kForcedScore : score_key(score[i]);
+  __device__ __forceinline__ bool is_forced(int column) const {
+    return column < forced_before || column >= forced_from;
   }
 
-  __device__ __forceinline__ Key key_of(int column, float value) const {
-    const int id = column * scale + offset;
-    return candidate_key(value, id, is_forced(id));
+  __device__ __forceinline__ void load(const msa_icp::SelectPublishParams& p, int token, int head) {
+    row = p.scores + token * p.score_token_stride + head * p.score_head_stride;
+    scale = p.index_scale;
+    offset = p.index_offset;
+    // The first columns are loaded along with the number of pages rather than after it.
+    score[0] = column_of(0) < p.score_columns ? row[column_of(0)] : 0.0f;
+    const int num_valid = p.num_valid_pages[token];
+    columns = min(columns_below(min(num_valid, kMaxBlocks)), p.score_columns);
+    forced_before = min(columns_below(p.force_begin_blocks), columns);
+    forced_from = max(min(columns_below(max(max(num_valid, 0) - p.force_end_blocks, 0)), columns), forced_before);
+#pragma unroll
+    for (int i = 1; i < kPerThread; ++i) score[i] = column_of(i) < columns ? row[column_of(i)] : 0.0f;
+    const unsigned free_columns = forced_from - forced_before;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const bool is_free = static_cast<unsigned>(column_of(i) - forced_before) < free_columns;
+      key[i] = is_free ? score_key(score[i]) : column_of(i) < columns ? kForcedScore : 0;
+    }
+  }
+
+  __device__ __forceinline__ Key full_key(int column, float value) const {
+    return candidate_key(value, column * scale + offset, is_forced(column));
   }
 };
 
@@ -63,9 +72,9 @@ template <int kThreads, int kPerThread>
 __device__ __forceinline__ ScoreKey score_bound(const Candidates<kThreads, kPerThread>& candidates,
                                                 Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  ScoreKey best = 0;
+  ScoreKey best = candidates.key[0];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) best = max(best, candidates.score_key_of(i));
+  for (int i = 1; i < kPerThread; ++i) best = max(best, candidates.key[i]);
   shared.group_best[warp][lane] = best;
   __syncthreads();
   if (warp == 0) {
@@ -101,7 +110,7 @@ __device__ __forceinline__ void select_one_by_one(const Candidates<kThreads, kPe
     float best_score = 0.0f;
     for (int column = threadIdx.x; column < candidates.columns; column += kThreads) {
       const float score = candidates.row[column];
-      const Key key = candidates.key_of(column, score);
+      const Key key = candidates.full_key(column, score);
       if (key < previous && key > best) {
         best = key;
         best_score = score;
@@ -126,21 +135,17 @@ __device__ __forceinline__ void select_one_by_one(const Candidates<kThreads, kPe
 // Leaves the 16 best candidates in shared.winner; places without one hold kNoCandidate.
 template <int kThreads, int kPerThread>
 __device__ __forceinline__ void select(const Candidates<kThreads, kPerThread>& candidates, Selection<kThreads>& shared) {
-  const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) shared.count = 0;
   if (threadIdx.x < kTopK) shared.winner[threadIdx.x] = kNoCandidate;
   const ScoreKey bound = score_bound(candidates, shared);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const bool taken = candidates.score_key_of(i) >= bound;
-    const unsigned takers = __ballot_sync(kFullWarp, taken);
-    if (takers == 0) continue;
-    int place = 0;
-    if (lane == 0) place = atomicAdd(&shared.count, __popc(takers));
-    place = __shfl_sync(kFullWarp, place, 0) + __popc(takers & ((1u << lane) - 1));
-    if (taken && place < kListCapacity) {
-      shared.list[place] = candidates.key_of(candidates.column_of(i), candidates.score[i]);
-      shared.list_scores[place] = candidates.score[i];
+    if (candidates.key[i] >= bound) {
+      const int place = atomicAdd(&shared.count, 1);
+      if (place < kListCapacity) {
+        shared.list[place] = candidates.full_key(candidates.column_of(i), candidates.score[i]);
+        shared.list_scores[place] = candidates.score[i];
+      }
     }
   }
   __syncthreads();
