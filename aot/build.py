@@ -20,16 +20,13 @@ from typing import Any
 
 import ninja
 
+from ..runtime.manifest import DATA, SCHEMA
+from ..runtime.manifest import FILE as MANIFEST
 from ..version import __version__
 from . import launcher, matrix, ptxas, toolkit
 from .matrix import Unit
 from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
 from .toolkit import BuildError, Toolkit
-
-SCHEMA = 1
-MANIFEST = "manifest.json"
-DATA = PACKAGE / "data"
-"""Where the runtime looks for cubins, and the default output folder of a build."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import layout as layouts
 from ..layout import LAYOUTS, Layout
-from .tuning import decode_score_tuning, select_tuning
+from .tuning import DECODE_SCORE, SELECT
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ GROUP_COLUMNS = 32
 
 
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
-    tuning = decode_score_tuning(arch.name, layout.name)
+    tuning = DECODE_SCORE[arch.name, layout.name]
     query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
     ring_bytes = [stages * tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes for stages in tuning.stages]
     staging_bytes = [tiles * 8 * (GROUP_COLUMNS + 4) * 4 for tiles in query_tiles]
@@ -105,7 +105,7 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
 
 
 def _common_unit(arch: Architecture) -> Unit:
-    tuning = select_tuning(arch.name)
+    tuning = SELECT[arch.name]
     return Unit(
         architecture=arch,
         layout=None,

@@ -54,8 +54,11 @@ def compile_flags(architecture: Architecture) -> tuple[str, ...]:
 
 def selected_architectures() -> list[str]:
     """Return the architectures that ``FLASHINFER_MSA_ARCHITECTURES`` (a comma list) names, all where it is unset."""
-    names = os.environ.get("FLASHINFER_MSA_ARCHITECTURES", "").replace(" ", "").split(",")
-    return [name for name in names if name] or list(ARCHITECTURES)
+    value = os.environ.get("FLASHINFER_MSA_ARCHITECTURES", "")
+    names = [name for name in value.replace(" ", "").split(",") if name]
+    if any(name not in ARCHITECTURES for name in names):
+        raise BuildError(f"FLASHINFER_MSA_ARCHITECTURES must name some of {', '.join(ARCHITECTURES)}, was {value!r}")
+    return names or list(ARCHITECTURES)
 
 
 @lru_cache

@@ -8,6 +8,7 @@ the captured graph, as the layers of a model do; a *warm* one repeats on the sam
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,11 @@ def graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> float
     return statistics.median(times) * 1e3 / len(calls)
 
 
+def at_least_min_calls(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``inputs`` over and over, so often that a graph of a call each has at least ``_MIN_CALLS``."""
+    return inputs * -(-_MIN_CALLS // len(inputs))
+
+
 def _read_kernel() -> Any:
     import triton
     import triton.language as tl
@@ -66,7 +72,7 @@ def _read_kernel() -> Any:
 def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
     """Microseconds of a pass that reads one of ``buffers`` (uint8, multiples of 64 KiB) once: the best of a few."""
     kernel = _read_kernel()
-    words = [buffer.view(torch.int32) for buffer in buffers]
+    words = at_least_min_calls([buffer.view(torch.int32) for buffer in buffers])
     sms = torch.cuda.get_device_properties(buffers[0].device).multi_processor_count
     sums = torch.empty(sms * 16, dtype=torch.int32, device=buffers[0].device)
 
@@ -236,7 +242,7 @@ class DecodeCase:
             self.rearm()
             self.chain(keys)
 
-        keys = self.keys * -(-_MIN_CALLS // len(self.keys))
+        keys = at_least_min_calls(self.keys)
         whole = graph_us([lambda k=k: step(k) for k in keys])
         return whole - graph_us([self.rearm] * len(keys))
 
@@ -249,8 +255,7 @@ def decode_rows(
         for batch, context, query_len in cases:
             case = DecodeCase.make(layout, batch, context, query_len, cold=cold)
             shape = {"layout": layout.title, "batch": batch, "ctx": context, "query_len": query_len, "cold": cold}
-            keys = case.keys * -(-_MIN_CALLS // len(case.keys))
-            us = graph_us([lambda k=k, c=case: c.score(k) for k in keys])
+            us = graph_us([lambda k=k, c=case: c.score(k) for k in at_least_min_calls(case.keys)])
             written = batch * query_len * NUM_HEADS * -(-context // layout.page_size) * 4
             bytes_moved = case.key_bytes + written
             read_us = streaming_read_us([k.view(torch.uint8).flatten() for k in case.keys])
@@ -275,10 +280,8 @@ def selection_rows() -> Iterator[Row]:
     """Select + publish of ready scores into ready rows, and the merge of rows that have arrived."""
     for world_size in (2, 4):
         layout = LAYOUTS[f"p128_tp{world_size}"]
-        for tokens, columns in ((64, 1024), (256, 8192)):
-            case = DecodeCase.make(
-                layout, tokens, columns * BLOCK_TOKENS if tokens == 0 else 4 * BLOCK_TOKENS, 1, cold=False
-            )
+        for tokens, columns in ((64, 1024), (256, 1024), (256, 8192)):
+            case = DecodeCase.make(layout, tokens, 4 * BLOCK_TOKENS, 1, cold=False)
             scores = torch.randn(tokens, NUM_HEADS, columns, device="cuda")
             valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
 
@@ -319,3 +322,17 @@ def selection_rows() -> Iterator[Row]:
                 "us": us,
                 "note": "a counter reset a step measured alone and subtracted",
             }
+
+
+def host_rows(*, calls: int = 300) -> Iterator[Row]:
+    """Host time of one eager ``decode`` call: its checks and three launches, by the wall clock."""
+    case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, 4096, 1, cold=False)
+    case.prepublish_peers()
+    times = []
+    for _ in range(calls):
+        case.rearm()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        case.chain(case.keys[0])
+        times.append(time.perf_counter() - begin)
+    yield {"job": "host", "name": "decode, 3 launches", "us": statistics.median(times) * 1e6, "cold": False}

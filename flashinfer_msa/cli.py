@@ -17,7 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from flashinfer_msa.aot.matrix import ARCHITECTURES
-from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS, MAX_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, NUM_SLOT_SETS, Layout
+from flashinfer_msa.layout import (
+    BLOCK_TOKENS,
+    LAYOUTS,
+    MAX_BLOCKS,
+    MAX_QUERY_LEN,
+    NUM_HEADS,
+    NUM_SLOT_SETS,
+    TOP_K,
+    Layout,
+)
 from flashinfer_msa.version import __version__
 
 # torch takes seconds to import, and `list` and `build` do without it: the demo imports it where it starts.
@@ -214,7 +223,7 @@ def _run_layout(
                 index_k=last.shard(rank).to(device),
                 block_table=last.block_table.to(device),
                 scores=torch.empty(plan.decode_scores_shape(), device=device),
-                output=torch.empty(tokens, layout.heads_per_rank, 16, dtype=torch.int32, device=device),
+                output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device=device),
             )
         )
     comms = local_comm([rank.plan for rank in ranks])
@@ -299,16 +308,17 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(manifest, indent=2))
         return
-    table = Table("architecture", "status", "layout", "kernel")
-    for column in ("threads", "registers", "shared memory, bytes", "cubin, bytes"):
+    table = Table("arch", "layout")
+    table.add_column("kernel", no_wrap=True, min_width=28)
+    for column in ("threads", "regs", "shared", "cubin"):
         table.add_column(column, justify="right")
+    statuses: dict[str, str] = {}
     for cubin in manifest["cubins"]:
-        status = f"run on {cubin['tested_on']}" if cubin["tested_on"] else "compiled, not run"
+        statuses[cubin["architecture"]] = f"run on {cubin['tested_on']}" if cubin["tested_on"] else "compiled, not run"
         for kernel in cubin["kernels"]:
             shared = kernel["static_shared_bytes"] + kernel["shared_bytes"]
             table.add_row(
                 cubin["architecture"],
-                status,
                 cubin["layout"] or "common",
                 kernel["role"],
                 *map(str, (kernel["threads"], kernel["registers"], shared, cubin["bytes"])),
@@ -316,6 +326,9 @@ def list_(as_json: bool) -> None:
     # A pipe has no width to fit: keep names whole there.
     console = Console()
     console.print(table) if console.is_terminal else Console(width=160).print(table)
+    for architecture, status in statuses.items():
+        console.print(f"{architecture}: {status}", highlight=False)
+    console.print("shared memory and cubin sizes in bytes", highlight=False)
     kernels = sum(len(cubin["kernels"]) for cubin in manifest["cubins"])
     console.print(f"flashinfer-msa {manifest['version']}: {kernels} kernels in {len(manifest['cubins'])} cubins")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index-K layouts of index context parallelism, and every constant that kernels and host share.
+"""The index-K layouts of index context parallelism, and the sizes of the model and the protocol.
 
 This is the only place that knows how a page of index keys is cut over ranks. The device header
 ``templates/layout.cuh`` is rendered from the same objects, and the launcher is told the numbers at load time.

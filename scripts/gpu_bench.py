@@ -27,6 +27,7 @@ def main(output: str) -> None:
         bench.decode_rows(layouts, COLD_CASES),
         bench.decode_rows(layouts, WARM_CASES, cold=False),
         bench.selection_rows(),
+        bench.host_rows(),
     ):
         row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
         rows.append({**row, "gpus": 1})

@@ -6,4 +6,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 prepare test
 ruff check .
 ruff format --check .
+clang-format --dry-run --Werror flashinfer_msa/native/*.{h,cc}
 exec python -m pytest "$@"

@@ -895,6 +895,8 @@ def test_local_comm_takes_one_group_in_order() -> None:
         return msa_ops.prepare_msa_icp_indexer(**{**LIMITS, **changes})
 
     first, second = plan(), plan(rank=1)
+    elsewhere = plan(rank=1)
+    elsewhere.device = torch.device("meta")
     for plans, says in (
         ([], r"plans must .*, was \[\]"),
         ([first, 3], r"plans must .*, was .*3"),
@@ -908,7 +910,7 @@ def test_local_comm_takes_one_group_in_order() -> None:
         ([first, plan(rank=1, world_size=4)], r"plans must agree on world_size, had \[2, 4\]"),
         ([first, plan(rank=1, max_decode_tokens=9)], r"plans must agree on max_decode_tokens, had \[8, 9\]"),
         ([first, plan(rank=1, page_size=256)], r"plans must agree on page_size, had \[128, 256\]"),
-        ([first, plan(rank=1, device="meta")], r"plans must .*were on \['cpu', 'meta'\]"),
+        ([first, elsewhere], r"plans must .*were on \['cpu', 'meta'\]"),
     ):
         with pytest.raises(ValueError, match=f"^{says}"):
             local_comm(plans)

@@ -341,18 +341,18 @@ def test_the_launcher_checks_what_the_loader_gives_it(arguments: Sequence[Any], 
         (
             Fault("publish", "legacy", 1, 2, 3, 0, 17, 1 << 26, 0),
             "rank 1 on cuda:0 waited 67108864 polls for rank 3 to merge and release the legacy receive row 17 (owned "
-            "head 0) of slot set 2, and gave up. Either rank 3 stopped before its merge, the slot sets do not rotate, "
+            "head 0) of slot set 2, and gives up. Either rank 3 stopped before its merge, the slot sets do not rotate, "
             "or the receive storage was not zeroed before its first use. Restart the ranks of the group.",
         ),
         (
             Fault("merge", "legacy", 0, 1, 1, 1, 4, 5),
             "rank 0 waited 5 polls for rank 1 to publish the legacy receive row 4 (owned head 1) of slot set 1, and "
-            "gave up. Either rank 1 stopped or never published this layer, the ranks disagree on slot, capacity or row "
-            "form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
+            "gives up. Either rank 1 stopped or never published this layer, the ranks disagree on slot, capacity or "
+            "row form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
         ),
         (
             Fault("merge", "tagged", None, None, 2, 0, 9, 5, 3),
-            "a rank on cuda:3 waited 5 polls for rank 2 to publish the tagged receive row 9 (owned head 0), and gave "
+            "a rank on cuda:3 waited 5 polls for rank 2 to publish the tagged receive row 9 (owned head 0), and gives "
             "up. Either rank 2 stopped or never published this layer, the ranks disagree on slot, capacity or row "
             "form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
         ),

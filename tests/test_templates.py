@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -37,8 +40,12 @@ def test_unknown_architecture_is_refused() -> None:
         matrix.units(["sm_90a", "sm_00"])
 
 
-def test_tree_digest_is_stable() -> None:
-    assert tree_digest("sm_90a") == tree_digest("sm_90a")
+def test_tree_digest_is_of_the_sources_alone() -> None:
+    """Another process, with another hash seed, comes to the same digest; another architecture to another."""
+    code = "from flashinfer_msa.aot.render import tree_digest; print(tree_digest('sm_90a'))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == tree_digest("sm_90a") != tree_digest("sm_89")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

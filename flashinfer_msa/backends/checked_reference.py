@@ -32,6 +32,8 @@ class TorchBackend:
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in; its type stands for the architecture."""
         wanted = require_device(device)
+        if wanted.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be the CPU or a CUDA device, was {wanted}")
         try:
             resolved = torch.empty(0, device=wanted).device
         except (AssertionError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
@@ -144,7 +146,6 @@ class TorchBackend:
             capacity=capacity,
             force_begin_blocks=force_begin_blocks,
             force_end_blocks=force_end_blocks,
-            spin_limit=spin_limit,
             generations=generations,
             index_scale=index_scale,
             index_offset=index_offset,
@@ -193,7 +194,6 @@ class TorchBackend:
             errors,
             init_blocks=init_blocks,
             local_blocks=local_blocks,
-            spin_limit=spin_limit,
             expected_generations=expected_generations,
             prefill=prefill,
         )
@@ -241,7 +241,6 @@ class TorchBackend:
                     capacity=plan.max_decode_tokens,
                     force_begin_blocks=plan.init_blocks,
                     force_end_blocks=plan.local_blocks,
-                    spin_limit=plan.spin_limit,
                     generations=comm.publish_generations if tagged else None,
                     index_scale=plan.index_scale,
                     index_offset=plan.index_offset,
@@ -255,7 +254,6 @@ class TorchBackend:
                 comm.errors,
                 init_blocks=plan.init_blocks,
                 local_blocks=plan.local_blocks,
-                spin_limit=plan.spin_limit,
                 expected_generations=comm.expected_generations[slot] if tagged else None,
                 prefill=False,
                 rank=plan.rank,

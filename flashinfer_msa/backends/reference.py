@@ -112,7 +112,6 @@ def topk_select_publish(
     capacity: int,
     force_begin_blocks: int,
     force_end_blocks: int,
-    spin_limit: int,
     generations: torch.Tensor | None,
     index_scale: int,
     index_offset: int,
@@ -149,7 +148,7 @@ def topk_select_publish(
     for owner, rows in enumerate(received):
         full = (rows[..., -1] != 0).nonzero()
         if len(full):
-            _give_up(errors, "publish", "legacy", rank, slot, owner, *full[0].tolist(), spin_limit)
+            _give_up(errors, "publish", "legacy", rank, slot, owner, *full[0].tolist())
     for rows, payload in zip(received, words, strict=True):
         rows[..., :-1].copy_(payload)
         rows[..., -1] = 1
@@ -163,7 +162,6 @@ def merge_candidates(
     *,
     init_blocks: int,
     local_blocks: int,
-    spin_limit: int,
     expected_generations: torch.Tensor | None,
     prefill: bool,
     rank: int | None = None,
@@ -188,7 +186,7 @@ def merge_candidates(
     absent = missing.nonzero()
     if len(absent):
         form: Literal["legacy", "tagged"] = "legacy" if expected_generations is None else "tagged"
-        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist(), spin_limit)
+        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist())
 
     # [W, hpr, T, 16] -> [T, hpr, W * 16]
     scores = words[..., :TOP_K].view(torch.float32).permute(2, 1, 0, 3).flatten(-2)
@@ -249,11 +247,10 @@ def _give_up(
     peer: int,
     head: int,
     row: int,
-    polls: int,
 ) -> NoReturn:
     """Count and raise a wait that nothing can satisfy."""
     errors[0] += 1
-    raise RuntimeError(str(Fault(wait, form, rank, slot, peer, head, row, polls, errors.device.index)))
+    raise RuntimeError(str(Fault(wait, form, rank, slot, peer, head, row, None, errors.device.index)))
 
 
 class _DeviceMemory:

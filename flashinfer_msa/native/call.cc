@@ -19,8 +19,7 @@ const TypeInfo& info(Type type) {
   static const TypeInfo infos[] = {{"torch.float8_e4m3fn", kDLFloat8_e4m3fn, 8},
                                    {"torch.float32", kDLFloat, 32},
                                    {"torch.int32", kDLInt, 32},
-                                   {"torch.int64", kDLInt, 64},
-                                   {"torch.uint8", kDLUInt, 8}};
+                                   {"torch.int64", kDLInt, 64}};
   return infos[static_cast<int>(type)];
 }
 
@@ -221,8 +220,8 @@ void Call::expect_shape(const Tensor& t, const char* shape, const int64_t* sizes
 
 void Call::expect_size(const Tensor& t, int axis, int64_t low, int64_t high, const char* why) {
   if (failed_ || !t || (t.size(axis) >= low && t.size(axis) <= high)) return;
-  fail("%s must have between %" PRId64 " and %" PRId64 " elements in dimension %d (%s), had shape %s", t.name, low, high,
-       axis, why, Text().add_list(t.dl->shape, t.dl->ndim).chars);
+  fail("%s must have between %" PRId64 " and %" PRId64 " elements in dimension %d (%s), had shape %s", t.name, low,
+       high, axis, why, Text().add_list(t.dl->shape, t.dl->ndim).chars);
 }
 
 void Call::expect_contiguous(const Tensor& t) {

@@ -11,7 +11,7 @@
 
 namespace msa_icp {
 
-enum class Type { kE4M3, kFloat32, kInt32, kInt64, kUInt8 };
+enum class Type { kE4M3, kFloat32, kInt32, kInt64 };
 
 // A tensor argument. Sizes and strides count elements; a dimension of one element has no stride to speak of.
 struct Tensor {
@@ -29,9 +29,9 @@ struct Tensor {
 
 class Call {
  public:
-  // `require_cuda` also demands that tensors are on one CUDA device; else any one device will do.
   Call(const TVMFFIAny* arguments, int count) : next_(arguments), end_(arguments + count) {}
 
+  // Demands that tensors are on one CUDA device; else any one device will do.
   void require_cuda() { require_cuda_ = true; }
 
   // Take the next argument.

@@ -21,7 +21,7 @@ using CUdeviceptr = uint64_t;
 
 constexpr CUresult kCudaSuccess = 0;
 constexpr CUresult kCudaPeerAccessAlreadyEnabled = 704;
-constexpr int kAttributeMultiprocessorCount = 16;
+constexpr int kAttributeMultiprocessorCount = 16, kAttributeComputeCapabilityMajor = 75;
 constexpr int kFunctionMaxDynamicShared = 8;
 constexpr unsigned kHostRegisterPortable = 1, kHostRegisterDeviceMap = 2;
 constexpr unsigned kLaunchProgrammaticSerialization = 6;

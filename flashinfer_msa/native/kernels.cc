@@ -80,9 +80,11 @@ Device* open_device(Call& call, const Driver* driver, int index) {
   CUdevice handle;
   CUcontext context;
   if (!check(call, driver, driver->cuDeviceGet(&handle, index), "finding the device") ||
-      !check(call, driver,
-             driver->cuDeviceGetAttribute(&device.multiprocessors, kAttributeMultiprocessorCount, handle),
+      !check(call, driver, driver->cuDeviceGetAttribute(&device.multiprocessors, kAttributeMultiprocessorCount, handle),
              "reading the multiprocessor count") ||
+      !check(call, driver,
+             driver->cuDeviceGetAttribute(&device.capability_major, kAttributeComputeCapabilityMajor, handle),
+             "reading the compute capability") ||
       !check(call, driver, driver->cuDevicePrimaryCtxRetain(&context, handle), "retaining the primary context")) {
     return nullptr;
   }
@@ -131,11 +133,20 @@ void set_result(TVMFFIAny* result, int64_t value) {
 }  // namespace
 
 const char* role_name(int role) {
-  static const char* const names[kNumRoles] = {
-      "decode_score_1", "decode_score_2", "decode_score_3", "decode_score_4",
-      "select_publish_legacy_narrow", "select_publish_tagged_narrow", "select_publish_legacy_wide",
-      "select_publish_tagged_wide",
-      "merge_legacy_2", "merge_tagged_2", "merge_exchanged_2", "merge_legacy_4", "merge_tagged_4", "merge_exchanged_4"};
+  static const char* const names[kNumRoles] = {"decode_score_1",
+                                               "decode_score_2",
+                                               "decode_score_3",
+                                               "decode_score_4",
+                                               "select_publish_legacy_narrow",
+                                               "select_publish_tagged_narrow",
+                                               "select_publish_legacy_wide",
+                                               "select_publish_tagged_wide",
+                                               "merge_legacy_2",
+                                               "merge_tagged_2",
+                                               "merge_exchanged_2",
+                                               "merge_legacy_4",
+                                               "merge_tagged_4",
+                                               "merge_exchanged_4"};
   return names[role];
 }
 
@@ -201,8 +212,16 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
     CUlaunchAttribute attribute = {};
     attribute.id = kLaunchProgrammaticSerialization;
     attribute.value.programmatic_serialization_allowed = 1;
-    const CUlaunchConfig config = {l.grid_x, l.grid_y, 1,      kernel.threads, 1, 1, kernel.shared_bytes,
-                                   stream,   &attribute, l.dependent ? 1u : 0u};
+    const CUlaunchConfig config = {l.grid_x,
+                                   l.grid_y,
+                                   1,
+                                   kernel.threads,
+                                   1,
+                                   1,
+                                   kernel.shared_bytes,
+                                   stream,
+                                   &attribute,
+                                   l.dependent && device->capability_major >= 9 ? 1u : 0u};
     void* params[] = {l.params};
     const CUresult status = d->cuLaunchKernelEx(&config, kernel.function, params, nullptr);
     if (!check(call, d, status, role_name(l.role))) return;
@@ -281,8 +300,10 @@ MSA_EXPORT __tvm_ffi_load_kernel(void*, const TVMFFIAny* args, int32_t count, TV
   const unsigned shared_bytes = static_cast<unsigned>(shape.integer("shared_bytes", 0, INT32_MAX));
   const int layout = page_size ? find_layout(page_size, world_size) : kCommon;
   const int role = find_role(role_text.data, role_text.size);
-  if (page_size && layout == 0) shape.fail("page_size and world_size must be a known layout's, were %d and %d", page_size, world_size);
-  if (role < 0) shape.fail("role must be one of the launcher's, was %.*s", static_cast<int>(role_text.size), role_text.data);
+  if (page_size && layout == 0)
+    shape.fail("page_size and world_size must be a known layout's, were %d and %d", page_size, world_size);
+  if (role < 0)
+    shape.fail("role must be one of the launcher's, was %.*s", static_cast<int>(role_text.size), role_text.data);
   const Driver* driver = shape.ok() ? require_driver(shape) : nullptr;
   if (driver == nullptr) return shape.finish();
   char symbol[128];
@@ -299,7 +320,8 @@ MSA_EXPORT __tvm_ffi_load_kernel(void*, const TVMFFIAny* args, int32_t count, TV
         check(shape, driver,
               driver->cuFuncSetAttribute(function, kFunctionMaxDynamicShared, static_cast<int>(shared_bytes)),
               "reserving shared memory") &&
-        (driver->cuFuncLoad == nullptr || check(shape, driver, driver->cuFuncLoad(function), "making a kernel resident"))) {
+        (driver->cuFuncLoad == nullptr ||
+         check(shape, driver, driver->cuFuncLoad(function), "making a kernel resident"))) {
       device->kernels[layout][role] = {function, threads, shared_bytes};
     }
   }

@@ -44,9 +44,10 @@ struct Kernel {
 
 struct Device {
   CUcontext context;
-  FaultRecord* fault;           // host address
+  FaultRecord* fault;  // host address
   FaultRecord* fault_on_device;
   int multiprocessors;
+  int capability_major;
   bool ready;  // every kernel is loaded
   Kernel kernels[kMaxLayouts][kNumRoles];
 };

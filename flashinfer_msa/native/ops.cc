@@ -56,7 +56,8 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
   if (!call.ok()) return 0;
   const int layout = find_layout(s.page_size, s.world_size);
   if (layout == 0) {
-    call.fail("page_size and world_size must be those of a supported layout, were %d and %d", s.page_size, s.world_size);
+    call.fail("page_size and world_size must be those of a supported layout, were %d and %d", s.page_size,
+              s.world_size);
     return 0;
   }
   if (s.rank >= s.world_size) call.fail("rank must be in [0, %d], was %d", s.world_size - 1, s.rank);
@@ -80,12 +81,14 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
   call.expect_unit_last_stride(s.block_table);
   call.expect_stride(s.block_table, 0, s.block_table ? s.block_table.size(1) : 0, "rows must not overlap");
   if (call.ok() && s.scores.size(2) % 4 != 0) {
-    call.fail("%s must have a multiple of 4 columns, had %lld", s.scores.name, static_cast<long long>(s.scores.size(2)));
+    call.fail("%s must have a multiple of 4 columns, had %lld", s.scores.name,
+              static_cast<long long>(s.scores.size(2)));
   }
   call.expect_size(s.scores, 2, 1, kMaxBlocks, "score columns");
-  call.expect_shape(s.scores, larger_plane ? "[at least batch * decode_query_len, heads, columns"
-                                           : "[batch * decode_query_len, heads, columns",
-                    larger_plane ? kAny : tokens, kHeads, kAny);
+  call.expect_shape(
+      s.scores,
+      larger_plane ? "[at least batch * decode_query_len, heads, columns" : "[batch * decode_query_len, heads, columns",
+      larger_plane ? kAny : tokens, kHeads, kAny);
   if (larger_plane) call.expect_size(s.scores, 0, tokens, INT64_MAX, "query tokens");
   return layout;
 }
@@ -115,15 +118,15 @@ DecodeScoreParams score_params(const Score& s) {
   p.batch = as_int(s.seq_lens.size(0));
   p.query_len = s.query_len;
   p.rank = s.rank;
-  p.vector_stores = reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 &&
-                    p.score_head_stride % 4 == 0;
+  p.vector_stores =
+      reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 && p.score_head_stride % 4 == 0;
   return p;
 }
 
 Launch score_launch(const Score& s, int layout, DecodeScoreParams* params, const Device& device) {
   const int tiles = (s.query_len * kHeads + kRowsPerTile - 1) / kRowsPerTile;
   const unsigned batch_rows = (params->batch + kDecodeBatchTile - 1) / kDecodeBatchTile;
-  return {layout, kDecodeScore + tiles - 1, static_cast<unsigned>(device.multiprocessors), batch_rows, params,
+  return {layout,      kDecodeScore + tiles - 1, static_cast<unsigned>(device.multiprocessors), batch_rows, params,
           s.enable_pdl};
 }
 
@@ -316,7 +319,8 @@ void take_merge_half(Call& call, Facade* f) {
   m.tagged = call.flag("tagged");
   m.exchanged = false;
   const int words = m.tagged ? kTaggedWords : kRowWords;
-  const Tensor recv = call.tensor(m.tagged ? "comm.tagged_recv" : "comm.recv", m.tagged ? Type::kInt64 : Type::kInt32, 5);
+  const Tensor recv =
+      call.tensor(m.tagged ? "comm.tagged_recv" : "comm.recv", m.tagged ? Type::kInt64 : Type::kInt32, 5);
   const Tensor expected = call.optional_tensor("comm.expected_generations", Type::kInt32, 3);
   call.expect_shape(recv, "[slot sets, world_size, heads_per_rank, capacity, words", kSlotSets, m.world_size,
                     m.heads_per_rank, m.capacity, words);
@@ -435,7 +439,8 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   const int words = m.tagged ? kTaggedWords : kRowWords;
   const Tensor recv = call.tensor("recv_slot", m.tagged ? Type::kInt64 : Type::kInt32, 4);
   const Tensor expected = call.optional_tensor("expected_generations", Type::kInt32, 2);
-  if (call.ok() && m.exchanged && m.tagged) call.fail("expected_generations must be None with prefill=True, was a tensor");
+  if (call.ok() && m.exchanged && m.tagged)
+    call.fail("expected_generations must be None with prefill=True, was a tensor");
   if (call.ok() && m.exchanged && m.enable_pdl) call.fail("enable_pdl must be False with prefill=True, was True");
   call.expect_shape(recv, "[world_size, heads_per_rank, capacity, words", kAny, kAny, kAny, words);
   call.expect_unit_last_stride(recv);
@@ -444,8 +449,10 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
     m.heads_per_rank = as_int(recv.size(1));
     m.capacity = as_int(recv.size(2));
     if ((m.world_size != 2 && m.world_size != 4) || m.world_size * m.heads_per_rank != kHeads) {
-      call.fail("recv_slot must have shape [world_size, 4 / world_size, capacity, %d] with world_size 2 or 4, was [%d, %d, "
-                "%d, %d]", words, m.world_size, m.heads_per_rank, m.capacity, words);
+      call.fail(
+          "recv_slot must have shape [world_size, 4 / world_size, capacity, %d] with world_size 2 or 4, was [%d, %d, "
+          "%d, %d]",
+          words, m.world_size, m.heads_per_rank, m.capacity, words);
     }
   }
   if (call.ok()) {
@@ -485,8 +492,9 @@ MSA_EXPORT __tvm_ffi_decode(void*, const TVMFFIAny* args, int32_t count, TVMFFIA
   if (merges) take_merge_half(call, &f);
   const int layout = publishes ? check_publish_half(call, f) : kCommon;
   if (merges) check_merge(call, f.merge);
-  const int64_t tokens =
-      !call.ok() ? 0 : publishes ? f.publish.num_valid_pages.size(0) : f.merge.num_valid_pages.size(0);
+  const int64_t tokens = !call.ok()  ? 0
+                         : publishes ? f.publish.num_valid_pages.size(0)
+                                     : f.merge.num_valid_pages.size(0);
   if (call.ok() && launches && tokens > 0) {
     Device* device = ready_device(call);
     if (call.ok()) {

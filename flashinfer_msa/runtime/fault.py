@@ -16,7 +16,7 @@ class Fault:
     ``rank`` and ``slot`` are those of the waiting call where it knows them, else ``None``. ``peer`` is the rank the
     wait depends on: the owner whose receive row was still full (``wait == "publish"``), or the source whose row had
     not arrived (``wait == "merge"``). ``row`` is the token row within the slot set, ``head`` the index of the head
-    within the owner.
+    within the owner. ``polls`` is ``None`` for a wait of the torch backend, which nothing could end.
     """
 
     wait: Literal["publish", "merge"]
@@ -26,7 +26,7 @@ class Fault:
     peer: int
     head: int
     row: int
-    polls: int
+    polls: int | None
     device: int | None = None
 
     def __str__(self) -> str:
@@ -46,7 +46,8 @@ class Fault:
                 f"Either rank {self.peer} stopped or never published this layer, the ranks disagree on slot, capacity "
                 "or row form, or the receive storage and counters were not zeroed together."
             )
-        return f"{who}{on} waited {self.polls} polls {what}, and gave up. {advice} Restart the ranks of the group."
+        waited = "waits in vain" if self.polls is None else f"waited {self.polls} polls"
+        return f"{who}{on} {waited} {what}, and gives up. {advice} Restart the ranks of the group."
 
 
 _FIELDS = ("complete", "wait", "form", "rank", "slot", "peer", "head", "row", "polls")

@@ -12,6 +12,7 @@ from typing import Any
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 """Folder of the manifest, the cubins and the launcher."""
+FILE = "manifest.json"
 SCHEMA = 1
 _REINSTALL = "reinstall the package, or build it again with `flashinfer-msa build`"
 
@@ -77,7 +78,7 @@ class Manifest:
 
 def read_manifest(root: Path) -> Manifest:
     """Read the manifest in ``root``. ``FileNotFoundError`` where there is none, ``RuntimeError`` where it is broken."""
-    path = root / "manifest.json"
+    path = root / FILE
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -8,8 +8,8 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them. What
-// is copied is read once, so it is the first to leave the L2 cache.
+// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
+// What is copied is read once, so it is the first to leave the L2 cache.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
   static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
@@ -20,7 +20,8 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsig
         "{\n"
         ".reg .b64 policy;\n"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint\n"
+        "    [%0], [%1], %2, [%3], policy;\n"
         "}\n" ::"r"(shared_address(to)),
         "l"(from), "r"(kBytes), "r"(shared_address(barrier))
         : "memory");

@@ -40,9 +40,10 @@ class Group:
         init_blocks: int = 1,
         local_blocks: int = 2,
         backend: str = "cake",
+        devices: Sequence[torch.device] | None = None,
         **limits: Any,
     ) -> Group:
-        """Plans and storage of every rank; ``tokens`` is the capacity."""
+        """Plans and storage of every rank, on one device unless there are more; ``tokens`` is the capacity."""
         plans = [
             msa_ops.prepare_msa_icp_indexer(
                 world_size=layout.world_size,
@@ -57,7 +58,7 @@ class Group:
                 max_num_seqs=64,
                 max_model_len=max_model_len,
                 num_sparse_layers=4,
-                device="cuda",
+                device=devices[rank] if devices else "cuda",
                 backend=backend,
                 **limits,
             )

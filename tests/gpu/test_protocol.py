@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from simulated_group import SMALL, Group
+from simulated_group import POISON, SMALL, Group
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, TOP_K, Layout
@@ -189,3 +189,51 @@ def test_capture_without_warmup_is_refused() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "warmup()" in done.stdout and done.stdout.endswith("captured\n")
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_gpus
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -> None:
+    """Ranks alternate over two GPUs of this process; calls find their tensors' device, whichever is current."""
+    problem = DecodeProblem.random(layout, seq_lens=[3000, 0, 20001], decode_query_len=3, device="cuda:0", seed=6)
+    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
+    devices = [torch.device("cuda", rank % 2) for rank in range(layout.world_size)]
+    group = Group.make(layout, tokens=9, max_model_len=20001, devices=devices)
+    inputs = [
+        [
+            x.to(device)
+            for x in (
+                problem.index_q,
+                problem.shard(rank),
+                problem.block_table,
+                problem.seq_lens,
+                problem.num_valid_pages,
+            )
+        ]
+        for rank, device in enumerate(devices)
+    ]
+    for step in range(6):
+        form = {"slot": step % 3, "tagged": tagged}
+        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
+            scores = torch.full(plan.decode_scores_shape(), POISON, device=plan.device)
+            plan.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **form)
+        outputs = []
+        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
+            output = torch.full((9, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=plan.device)
+            plan.decode_merge(arguments[-1], output, comm=comm, **form)
+            outputs.append(output)
+        counts = compare(torch.cat([output.to("cuda:0") for output in outputs], dim=1), expected)
+        assert counts.wrong == 0, (step, counts)
+
+
+@two_gpus
+def test_tensors_of_two_gpus_are_refused() -> None:
+    """One call runs on one device; the message names the odd one out."""
+    group = Group.make(LAYOUTS["p128_tp2"], tokens=4, max_model_len=2048)
+    valid = torch.full((4,), 16, dtype=torch.int32, device="cuda:0")
+    output = torch.zeros(4, 2, TOP_K, dtype=torch.int32, device="cuda:1")
+    with pytest.raises(ValueError, match=r"output must be on cuda:0 like num_valid_pages, was on cuda:1"):
+        group.plans[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_example_runs() -> None:
+    """The first Python block is complete, and selects blocks that every token may see."""
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert code
+    names: dict[str, Any] = {}
+    exec(compile(code[1], str(README), "exec"), names)
+    selected, valid = names["selected"], names["num_valid_pages"]
+    assert selected.shape == (names["tokens"], 4, 16) and selected.dtype == torch.int32
+    counts = (selected >= 0).sum(-1)
+    assert torch.equal(counts, valid[:, None].clamp(max=16).expand_as(counts).to(counts.dtype))
+    assert (selected < valid[:, None, None]).all()
+
+
+def test_tree_is_the_one_on_disk() -> None:
+    """Every file and folder that README's tree names exists, and every module of the package is named."""
+    tree = re.search(r"```\n(flashinfer_msa/ .*?)```", README.read_text(), re.DOTALL)
+    assert tree
+    root = README.parent
+    for name in re.findall(r"^(\w+)/ ", tree[1], re.MULTILINE):
+        assert (root / name).is_dir(), name
+    modules = {path.name for path in (root / "flashinfer_msa").glob("*.py")} - {
+        "__init__.py",
+        "__main__.py",
+        "version.py",
+    }
+    assert modules == set(re.findall(r"\b(\w+\.py)\b", tree[1])) - {"gpu_bench.py", "gpu_record.py"}
