@@ -28,11 +28,23 @@ int take_one_of(Call& call, const char* name, int first, int second) {
   return as_int(value);
 }
 
-int check_rank(Call& call, int64_t rank, int world_size) {
-  if (call.ok() && (rank < 0 || rank >= world_size)) {
-    call.fail("rank must be in [0, %d], was %lld", world_size - 1, static_cast<long long>(rank));
+// Takes `rank` and `world_size`.
+void take_rank(Call& call, int* rank, int* world_size) {
+  const int64_t value = call.integer("rank", INT64_MIN, INT64_MAX);
+  *world_size = take_one_of(call, "world_size", 2, 4);
+  if (call.ok() && (value < 0 || value >= *world_size)) {
+    call.fail("rank must be in [0, %d], was %lld", *world_size - 1, static_cast<long long>(value));
   }
-  return as_int(rank);
+  *rank = as_int(value);
+}
+
+int take_heads_per_rank(Call& call, int world_size) {
+  const int64_t heads = call.integer("heads_per_rank", INT64_MIN, INT64_MAX);
+  if (call.ok() && heads != kHeads / world_size) {
+    call.fail("heads_per_rank must be %d for world_size %d, was %lld", kHeads / world_size, world_size,
+              static_cast<long long>(heads));
+  }
+  return as_int(heads);
 }
 
 // ---- decode scorer
@@ -60,8 +72,6 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
               s.world_size);
     return 0;
   }
-  if (s.rank >= s.world_size) call.fail("rank must be in [0, %d], was %d", s.world_size - 1, s.rank);
-  if (!call.ok()) return 0;
   const LayoutInfo& info = layout_info(layout);
   const int64_t batch = s.seq_lens.size(0), tokens = batch * s.query_len;
   call.expect_contiguous(s.seq_lens);
@@ -145,17 +155,8 @@ void check_errors(Call& call, const Tensor& errors) {
   call.expect_size(errors, 0, 1, INT64_MAX, "the error count");
 }
 
-void check_world(Call& call, int world_size, int heads_per_rank) {
-  if (call.ok() && world_size != 2 && world_size != 4) call.fail("world_size must be 2 or 4, was %d", world_size);
-  if (call.ok() && world_size * heads_per_rank != kHeads) {
-    call.fail("heads_per_rank must be %d for world_size %d, was %d", kHeads / world_size, world_size, heads_per_rank);
-  }
-}
-
 void check_publish(Call& call, const Publish& p, int64_t tokens) {
-  check_world(call, p.world_size, p.heads_per_rank);
   if (!call.ok()) return;
-  if (p.rank >= p.world_size) call.fail("rank must be in [0, %d], was %d", p.world_size - 1, p.rank);
   if (p.force_begin_blocks + p.force_end_blocks > kTopK) {
     call.fail("force_begin_blocks + force_end_blocks must be at most %d, was %d + %d", kTopK, p.force_begin_blocks,
               p.force_end_blocks);
@@ -276,9 +277,9 @@ struct Facade {
 void take_plan(Call& call, Facade* f) {
   const int slot = as_int(call.integer("slot", 0, kSlotSets - 1));
   const bool enable_pdl = call.flag("enable_pdl");
-  const int rank = as_int(call.integer("rank", 0, INT32_MAX));
-  const int world_size = as_int(call.integer("world_size", 1, INT32_MAX));
-  const int heads_per_rank = as_int(call.integer("heads_per_rank", 1, kHeads));
+  int rank, world_size;
+  take_rank(call, &rank, &world_size);
+  const int heads_per_rank = take_heads_per_rank(call, world_size);
   const int capacity = as_int(call.integer("capacity", 1, INT32_MAX));
   const int init_blocks = as_int(call.integer("init_blocks", 0, kTopK));
   const int local_blocks = as_int(call.integer("local_blocks", 0, kTopK));
@@ -299,8 +300,9 @@ void take_plan(Call& call, Facade* f) {
 void take_publish_half(Call& call, Facade* f) {
   take_score_tensors(call, &f->score, "scores");
   f->publish.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  f->publish.recv_bases = call.tensor("comm.recv_bases", Type::kInt64, 1);
   f->publish.generations = call.optional_tensor("comm.publish_generations", Type::kInt32, 3);
+  f->publish.recv_bases =
+      call.tensor(f->publish.generations ? "comm.tagged_recv_bases" : "comm.recv_bases", Type::kInt64, 1);
   f->publish.errors = call.tensor("comm.errors", Type::kInt32, 1);
   f->score.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
   const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
@@ -354,10 +356,8 @@ MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, T
   if (launches) call.require_cuda();
   Score s;
   take_score_tensors(call, &s, "score_out");
-  const int64_t rank = call.integer("rank", INT64_MIN, INT64_MAX);
-  s.world_size = take_one_of(call, "world_size", 2, 4);
+  take_rank(call, &s.rank, &s.world_size);
   s.page_size = take_one_of(call, "page_size", 128, 256);
-  s.rank = check_rank(call, rank, s.world_size);
   const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
   s.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
   s.enable_pdl = call.flag("enable_pdl");
@@ -386,15 +386,8 @@ MSA_EXPORT __tvm_ffi_select_publish(void*, const TVMFFIAny* args, int32_t count,
   p.recv_bases = call.tensor("recv_bases", Type::kInt64, 1);
   p.errors = call.tensor("errors", Type::kInt32, 1);
   p.slot = as_int(call.integer("slot", 0, kSlotSets - 1));
-  const int64_t rank = call.integer("rank", INT64_MIN, INT64_MAX);
-  p.world_size = take_one_of(call, "world_size", 2, 4);
-  p.rank = check_rank(call, rank, p.world_size);
-  const int64_t heads = call.integer("heads_per_rank", INT64_MIN, INT64_MAX);
-  if (call.ok() && heads != kHeads / p.world_size) {
-    call.fail("heads_per_rank must be %d for world_size %d, was %lld", kHeads / p.world_size, p.world_size,
-              static_cast<long long>(heads));
-  }
-  p.heads_per_rank = as_int(heads);
+  take_rank(call, &p.rank, &p.world_size);
+  p.heads_per_rank = take_heads_per_rank(call, p.world_size);
   p.capacity = as_int(call.integer("capacity", 1, INT32_MAX));
   p.force_begin_blocks = as_int(call.integer("force_begin_blocks", 0, kTopK));
   p.force_end_blocks = as_int(call.integer("force_end_blocks", 0, kTopK));
