@@ -111,3 +111,5 @@ def _connect(devices: list[torch.device]) -> None:
             if not torch.cuda.can_device_access_peer(device, peer):
                 raise ValueError(f"plans must be on GPUs with peer access, but {device} cannot access {peer}")
             native.enable_peer_access(device.index, peer.index)
+            # Expandable segments of torch's allocator are mapped for a peer when torch itself first copies to it.
+            torch.zeros(1, device=device).to(peer)

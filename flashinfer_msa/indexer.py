@@ -81,7 +81,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     ) -> None:
         implementation = find_backend(backend)
         self.world_size = require_world_size(world_size)
-        self.rank = require_int("rank", rank, 0, world_size - 1)
+        self.rank = require_int("rank", rank, 0, self.world_size - 1)
         self.num_index_heads = require_int("num_index_heads", num_index_heads, NUM_HEADS, NUM_HEADS)
         self.page_size = require_page_size(page_size)
         self.init_blocks = require_int("init_blocks", init_blocks, 0, MAX_FORCED_BLOCKS)
@@ -90,7 +90,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             raise ValueError(
                 f"init_blocks + local_blocks must be at most {MAX_FORCED_BLOCKS}, was {init_blocks} + {local_blocks}"
             )
-        self.max_decode_tokens = require_int("max_decode_tokens", max_decode_tokens, 1)
+        self.max_decode_tokens = require_int("max_decode_tokens", max_decode_tokens, 1, (2**31 - 1) // NUM_HEADS)
         self.max_decode_query_len = require_int("max_decode_query_len", max_decode_query_len, 1, MAX_QUERY_LEN)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, 1)
@@ -100,26 +100,26 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.backend = backend
         self.device, self.arch = implementation.resolve_device(device)
 
-        self.layout = find_layout(page_size, world_size)
+        self.layout = find_layout(self.page_size, self.world_size)
         self.heads_per_rank = self.layout.heads_per_rank
         self.index_scale = self.layout.index_scale
-        self.index_offset = self.layout.index_offset(rank)
-        self.comm_layout = msa_icp_comm_layout(world_size, self.heads_per_rank, max_decode_tokens)
-        self.decode_score_columns = msa_icp_decode_score_columns(max_model_len, page_size)
-        self.prefill_score_columns = self._pitch(max_model_len)
-        self.max_prefill_windows = ceil_div(max_num_batched_tokens, self._chunk(self.prefill_score_columns))
+        self.index_offset = self.layout.index_offset(self.rank)
+        self.comm_layout = msa_icp_comm_layout(self.world_size, self.heads_per_rank, self.max_decode_tokens)
+        self.decode_score_columns = msa_icp_decode_score_columns(self.max_model_len, self.page_size)
+        self.prefill_score_columns = self._pitch(self.max_model_len)
+        self.max_prefill_windows = ceil_div(self.max_num_batched_tokens, self._chunk(self.prefill_score_columns))
         self.fused_decode_min_batch: int | None = None
         self.fused_prefill = False
         self.prefill_short_tokens = 0
         # What every launch of the decode chain takes from the plan, in the launcher's order.
         self.chain_numbers = (
-            rank,
-            world_size,
+            self.rank,
+            self.world_size,
             self.heads_per_rank,
-            max_decode_tokens,
-            init_blocks,
-            local_blocks,
-            spin_limit,
+            self.max_decode_tokens,
+            self.init_blocks,
+            self.local_blocks,
+            self.spin_limit,
         )
         self._backend = implementation
         self._checked_comm: tuple[Any, ...] = ()
@@ -251,6 +251,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         tagged: bool,
         decode_query_len: int,
         enable_pdl: bool = True,
+        pool: None = None,
     ) -> None:
         """One layer's decode chain: score, select and publish, merge.
 
@@ -286,6 +287,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             call may write the query and the newest page, but not ``seq_lens``, ``block_table`` or pages that end at or
             before ``seq_len - decode_query_len``.
 
+        pool : None
+            The fused chain's pool; there is no fused chain yet.
+
         Raises
         ------
         ValueError
@@ -293,6 +297,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
+        if pool is not None:
+            raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
         self._require_comm(comm)
         self._require_form(slot, tagged)
         publish = (index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)

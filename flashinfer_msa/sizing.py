@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ def ceil_div(value: int, divisor: int) -> int:
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """``value`` if it is an int in ``[low, high]``, else a ``ValueError`` that says so."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be an integer, was {value!r}")
+    value = int(value)
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {allowed}, was {value}")
@@ -43,16 +45,18 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> int
 
 def require_page_size(page_size: Any) -> int:
     """A page size that has layouts."""
-    if type(page_size) is not int or page_size not in PAGE_SIZES:
-        raise ValueError(f"page_size must be one of {PAGE_SIZES}, was {page_size!r}")
-    return page_size
+    return _require_one_of("page_size", page_size, PAGE_SIZES)
 
 
 def require_world_size(world_size: Any) -> int:
     """A world size that has layouts."""
-    if type(world_size) is not int or world_size not in WORLD_SIZES:
-        raise ValueError(f"world_size must be one of {WORLD_SIZES}, was {world_size!r}")
-    return world_size
+    return _require_one_of("world_size", world_size, WORLD_SIZES)
+
+
+def _require_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, was {value!r}")
+    return int(value)
 
 
 def require_device(device: Any) -> torch.device:
@@ -66,6 +70,8 @@ def require_device(device: Any) -> torch.device:
 def multiprocessor_count(device: torch.device | str | int | None) -> int:
     """Streaming multiprocessors of a CUDA device; a CPU counts as one."""
     resolved = require_device("cuda" if device is None else device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be usable, was {resolved}: torch finds no CUDA device")
     return torch.cuda.get_device_properties(resolved).multi_processor_count if resolved.type == "cuda" else 1
 
 
@@ -165,11 +171,8 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
         ``generations_shape`` (int32 ``[3, W * hpr, capacity]``) and ``expected_shape`` (int32 ``[3, hpr, capacity]``).
         Legacy rows come first, tagged rows right after them.
     """
-    require_world_size(world_size)
-    if type(heads_per_rank) is not int or heads_per_rank != NUM_HEADS // world_size:
-        raise ValueError(
-            f"heads_per_rank must be {NUM_HEADS // world_size} for world_size {world_size}, was {heads_per_rank!r}"
-        )
+    world_size = require_world_size(world_size)
+    require_int("heads_per_rank", heads_per_rank, NUM_HEADS // world_size, NUM_HEADS // world_size)
     require_int("capacity", capacity, 1)
     rows = NUM_SLOT_SETS * world_size * heads_per_rank * capacity
     legacy_words = rows * ROW_WORDS  # an even number, so that the tagged rows are aligned

@@ -14,8 +14,8 @@ namespace {
 __device__ __forceinline__ void fail_wait(msa_icp::FaultRecord* record, int* errors, msa_icp::Wait wait,
                                           msa_icp::RowForm form, int rank, int slot, int peer, int head, int row,
                                           int polls) {
-  ptx::add_relaxed(errors, 1);
   if (atomicExch(&msa_icp::fault_claimed, 1u) == 0) {
+    ptx::add_relaxed(errors, 1);
     volatile msa_icp::FaultRecord* out = record;
     out->wait = static_cast<int>(wait);
     out->form = static_cast<int>(form);

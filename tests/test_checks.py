@@ -202,7 +202,7 @@ def test_the_base_calls_are_valid(name: str, layout: str) -> None:
 @dataclass(frozen=True)
 class Rule:
     """What a tensor argument must be. ``sized`` axes are checked against other arguments, and each slice of a ``rows``
-    axis must end before the next begins."""
+    axis must end before the next begins, unless the axes may come in ``any_order``."""
 
     name: str
     dtype: torch.dtype
@@ -212,6 +212,7 @@ class Rule:
     rows: tuple[int, ...] = ()
     aligned: bool = False
     optional: bool = False
+    any_order: bool = False
 
 
 def score_rules(plane: str) -> tuple[Rule, ...]:
@@ -226,14 +227,14 @@ def score_rules(plane: str) -> tuple[Rule, ...]:
 
 VALID = Rule("num_valid_pages", torch.int32, 1, sized=(0,))
 ERRORS = Rule("errors", torch.int32, 1)
-OUTPUT = Rule("output", torch.int32, 3, contiguous=False, sized=(0, 1, 2), rows=(0, 1))
+OUTPUT = Rule("output", torch.int32, 3, contiguous=False, sized=(0, 1, 2), rows=(0, 1), any_order=True)
 PUBLISH = (
     Rule("scores", torch.float32, 3, contiguous=False, sized=(1,), rows=(0, 1)),
     VALID,
     Rule("recv_bases", torch.int64, 1, sized=(0,)),
     ERRORS,
 )
-RECV = Rule("recv_slot", torch.int32, 4, contiguous=False, sized=(0, 1, 3), rows=(0, 1, 2))
+RECV = Rule("recv_slot", torch.int32, 4, contiguous=False, sized=(0, 1, 3), rows=(0, 1, 2), any_order=True)
 ANY_VALID = replace(VALID, sized=())  # its length is the number of tokens
 RULES: dict[str, tuple[Rule, ...]] = {
     "score": score_rules("score_out"),
@@ -347,16 +348,20 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
 
         yield "padded rows", padded
         yield "transposed", transposed
+
+    def disjoint(need: object, axis: int) -> str:
+        return "rows that do not overlap" if rule.any_order else f"a stride of at least {need} in dimension {axis} .*"
+
     for axis in rule.rows:
 
         def overlapping(t: torch.Tensor, axis: int = axis) -> tuple[Any, str]:
             need = t.contiguous().stride(axis)
             value = strided(t, axis, need - 16 if rule.aligned else need - 1)
-            return value, f"must have a stride of at least {need} in dimension {axis} .*, {layout_of(value)}"
+            return value, f"must have {disjoint(need, axis)}, {layout_of(value)}"
 
         def expanded(t: torch.Tensor, axis: int = axis) -> tuple[Any, str]:
             value = t.narrow(axis, 0, 1).expand(t.shape)
-            return value, f"must have a stride of at least \\d+ in dimension {axis} .*, {layout_of(value)}"
+            return value, f"must have {disjoint('[0-9]+', axis)}, {layout_of(value)}"
 
         yield f"overlap in dimension {axis}", overlapping
         yield f"one slice repeated in dimension {axis}", expanded
@@ -915,3 +920,71 @@ def test_local_comm_takes_one_group_in_order() -> None:
         with pytest.raises(ValueError, match=f"^{says}"):
             local_comm(plans)
     assert len(local_comm(iter([first, second]))) == 2
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """A fake or freed tensor has a shape and no address; a kernel would read from nowhere."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = {
+        "recv_slot": torch.zeros(2, 2, 8, 33, dtype=torch.int32),
+        "num_valid_pages": torch.zeros(4, dtype=torch.int32),
+        "output": torch.zeros(4, 2, 16, dtype=torch.int32),
+        "errors": torch.zeros(1, dtype=torch.int32),
+        "init_blocks": 0,
+        "local_blocks": 0,
+        "prefill": True,
+        "backend": "torch",
+    }
+    with FakeTensorMode():
+        fake = torch.empty(4, 2, 16, dtype=torch.int32)
+    freed = torch.zeros(4, 2, 16, dtype=torch.int32)
+    freed.untyped_storage().resize_(0)
+    for output in (fake, freed):
+        with pytest.raises(ValueError, match=r"^output must be a .*(memory|storage)"):
+            msa_ops.msa_icp_merge_candidates(**{**call, "output": output})
+    quantized = torch.quantize_per_tensor(torch.zeros(4, 2, 16), 1.0, 0, torch.qint32)
+    with pytest.raises(ValueError, match=r"^output must be .*quantized"):
+        msa_ops.msa_icp_merge_candidates(**{**call, "output": quantized})
+    crooked = torch.frombuffer(bytearray(4 * 2 * 16 * 4 + 2), dtype=torch.int32, offset=2).view(4, 2, 16)
+    with pytest.raises(ValueError, match=r"^output must start at an address aligned to 4 bytes"):
+        msa_ops.msa_icp_merge_candidates(**{**call, "output": crooked})
+
+
+def test_rows_may_lie_in_any_order() -> None:
+    """Receive rows and outputs only must not overlap: any permutation of their leading dimensions will do."""
+    recv = torch.zeros(8, 2, 2, 33, dtype=torch.int32).permute(2, 1, 0, 3)
+    recv[..., 16:32] = -1
+    output = torch.zeros(2, 4, 16, dtype=torch.int32).transpose(0, 1)
+    msa_ops.msa_icp_merge_candidates(
+        recv,
+        torch.full((4,), 9, dtype=torch.int32),
+        output,
+        torch.zeros(1, dtype=torch.int32),
+        init_blocks=0,
+        local_blocks=0,
+        prefill=True,
+        backend="torch",
+    )
+    assert (output == -1).all()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """The facade takes what the functions take: any integer but a bool."""
+    plan = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "rank": np.int64(1), "page_size": np.int32(128)})
+    assert plan.rank == 1 and type(plan.page_size) is int
+    assert msa_ops.msa_icp_decode_score_columns(np.int64(4096), 128) == 32
+
+
+def test_a_pool_is_refused_until_there_is_a_fused_chain() -> None:
+    plan = msa_ops.prepare_msa_icp_indexer(**LIMITS)
+    nothing: Any = None
+    with pytest.raises(ValueError, match=r"^pool must be None, .*, was Tensor"):
+        plan.decode(
+            *[nothing] * 7,
+            comm=nothing,
+            slot=0,
+            tagged=True,
+            decode_query_len=1,
+            pool=torch.zeros(8, dtype=torch.uint8),
+        )

@@ -442,9 +442,27 @@ def test_a_legacy_row_that_is_not_free_is_counted_and_told(layout: Layout) -> No
     says = f"^rank {rank} waits in vain for rank 0 to merge and release {row}, and gives up"
     with pytest.raises(RuntimeError, match=says):
         group.publish(rank, problem, 1, False)
-    with pytest.raises(RuntimeError, match=says):
+    # A whole chain looks for the rows that its merge needs before it publishes.
+    with pytest.raises(RuntimeError, match=f"^rank {rank} waits in vain for rank 0 to publish"):
         group.decode(rank, problem, 1, False)
     assert group.comms[rank].errors.tolist() == [2] and group.comms[0].errors.tolist() == [0]
     assert all(torch.equal(comm.recv, before) for comm, before in zip(group.comms, rows, strict=True))
     # Another slot set is free.
     group.publish(rank, problem, 2, False)
+
+
+def test_a_chain_that_cannot_end_publishes_nothing() -> None:
+    """Without a peer's rows the torch backend refuses the whole chain, and the group goes on as if nothing had been."""
+    layout = LAYOUTS["p128_tp2"]
+    group = Ranks(layout)
+    problem = DecodeProblem.random(layout, seq_lens=(300, 2000), decode_query_len=1)
+    before = [[t.clone() for t in (c.tagged_recv, c.publish_generations, c.expected_generations)] for c in group.comms]
+    with pytest.raises(RuntimeError, match=r"^rank 0 waits in vain for rank 1 to publish the tagged receive row 0"):
+        group.decode(0, problem, 1, True)
+    for comm, tensors in zip(group.comms, before, strict=True):
+        for now, then in zip(
+            (comm.tagged_recv, comm.publish_generations, comm.expected_generations), tensors, strict=True
+        ):
+            assert torch.equal(now, then)
+    group.publish(1, problem, 1, True)
+    group.decode(0, problem, 1, True)

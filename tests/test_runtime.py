@@ -133,7 +133,7 @@ def test_a_damaged_launcher_is_never_loaded(
 
     damage(copied / "libflashinfer_msa.so")
     monkeypatch.setattr(native, "load_manifest", lambda: read_manifest(copied))
-    monkeypatch.setattr(native, "operation", lambda name: native.library.__wrapped__()[name])
+    monkeypatch.setattr(native, "operation", lambda name: native._load_library.__wrapped__()[name])
     monkeypatch.setattr(tvm_ffi, "load_module", lambda path: pytest.fail("was loaded"))
     for changes in ({}, {"output": torch.zeros(0, 2, 16, device="meta")}):
         with pytest.raises(RuntimeError, match=f"libflashinfer_msa.so {says}"):
@@ -142,7 +142,7 @@ def test_a_damaged_launcher_is_never_loaded(
 
 def test_a_call_without_an_installation_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load_manifest", lambda: read_manifest(tmp_path))
-    monkeypatch.setattr(native, "operation", lambda name: native.library.__wrapped__()[name])
+    monkeypatch.setattr(native, "operation", lambda name: native._load_library.__wrapped__()[name])
     with pytest.raises(FileNotFoundError, match=r"no kernels are installed: install a wheel .* `flashinfer-msa build`"):
         merge_nothing()
 
@@ -402,8 +402,10 @@ def test_last_fault_reads_the_records(
 
 
 def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Fault("merge", "tagged", None, None, 1, 0, 9, 4, 1)
-    monkeypatch.setattr(fault, "last_fault", lambda: record)
+    # The call's tensors are on no CUDA device, like the second record: the first is another device's.
+    record = Fault("merge", "tagged", None, None, 1, 0, 9, 4)
+    records = [Fault("publish", "legacy", 0, 1, 1, 0, 9, 4, 5), record]
+    monkeypatch.setattr(fault, "faults", lambda: iter(records))
 
     def operation(name: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -418,7 +420,7 @@ def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an earlier wait on cuda:1 ran out" in str(caught.value.__cause__)
     # A bad argument is reported as one, fault or not.
     monkeypatch.undo()
-    monkeypatch.setattr(fault, "last_fault", lambda: record)
+    monkeypatch.setattr(fault, "faults", lambda: iter(records))
     with pytest.raises(ValueError, match=r"^output must be torch.int32, was torch.float32"):
         merge_nothing(output=torch.zeros(0, 2, 16))
 

@@ -43,6 +43,7 @@ class TorchBackend:
     def warmup(self, device: torch.device) -> None:
         """Nothing needs to be resident."""
 
+    @torch.inference_mode()
     def decode_index_score(
         self,
         index_q: torch.Tensor,
@@ -86,6 +87,7 @@ class TorchBackend:
             decode_query_len=decode_query_len,
         )
 
+    @torch.inference_mode()
     def topk_select_publish(
         self,
         scores: torch.Tensor,
@@ -151,6 +153,7 @@ class TorchBackend:
             index_offset=index_offset,
         )
 
+    @torch.inference_mode()
     def merge_candidates(
         self,
         recv_slot: torch.Tensor,
@@ -198,6 +201,7 @@ class TorchBackend:
             prefill=prefill,
         )
 
+    @torch.inference_mode()
     def decode(
         self,
         plan: MSAIcpIndexerPlan,
@@ -210,51 +214,70 @@ class TorchBackend:
     ) -> None:
         """The chain in torch."""
         arguments.decode(False, plan, comm, slot, tagged, enable_pdl, publish, merge)
-        if publish is not None:
-            names = ("index_q", "index_k", "block_table", "seq_lens", "num_valid_pages", "scores")
-            _require_torch(**dict(zip(names, publish, strict=False)))
-        if merge is not None:
-            _require_torch(num_valid_pages=merge[0], output=merge[1])
+        recv = (comm.tagged_recv if tagged else comm.recv)[slot]
+        expected = comm.expected_generations[slot] if tagged else None
         if publish is not None:
             index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len = publish
-            tokens = index_q.shape[0]
-            if tokens > 0:
-                reference.decode_index_score(
-                    index_q,
-                    index_k,
-                    block_table,
-                    seq_lens,
-                    scores[:tokens],
-                    layout=plan.layout,
-                    rank=plan.rank,
-                    decode_query_len=decode_query_len,
-                )
-                reference.topk_select_publish(
-                    scores[:tokens],
-                    num_valid_pages,
-                    comm.tagged_recv_bases if tagged else comm.recv_bases,
+            _require_torch(
+                index_q=index_q,
+                index_k=index_k,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                num_valid_pages=num_valid_pages,
+                scores=scores,
+            )
+        if merge is not None:
+            _require_torch(num_valid_pages=merge[0], output=merge[1])
+        tokens = (merge[0] if publish is None and merge is not None else num_valid_pages).numel()
+        if tokens == 0:
+            return
+        if publish is not None:
+            if merge is not None:
+                # A chain whose merge cannot end must not have published.
+                reference.require_rows(
+                    recv[:, :, :tokens],
+                    None if expected is None else expected[:, :tokens],
                     comm.errors,
-                    slot=slot,
                     rank=plan.rank,
-                    world_size=plan.world_size,
-                    heads_per_rank=plan.heads_per_rank,
-                    capacity=plan.max_decode_tokens,
-                    force_begin_blocks=plan.init_blocks,
-                    force_end_blocks=plan.local_blocks,
-                    generations=comm.publish_generations if tagged else None,
-                    index_scale=plan.index_scale,
-                    index_offset=plan.index_offset,
+                    slot=slot,
+                    but_of=plan.rank,
                 )
-        if merge is not None and merge[0].numel() > 0:
-            num_valid_pages, output = merge
-            reference.merge_candidates(
-                (comm.tagged_recv if tagged else comm.recv)[slot],
+            reference.decode_index_score(
+                index_q,
+                index_k,
+                block_table,
+                seq_lens,
+                scores[:tokens],
+                layout=plan.layout,
+                rank=plan.rank,
+                decode_query_len=decode_query_len,
+            )
+            reference.topk_select_publish(
+                scores[:tokens],
                 num_valid_pages,
+                comm.tagged_recv_bases if tagged else comm.recv_bases,
+                comm.errors,
+                slot=slot,
+                rank=plan.rank,
+                world_size=plan.world_size,
+                heads_per_rank=plan.heads_per_rank,
+                capacity=plan.max_decode_tokens,
+                force_begin_blocks=plan.init_blocks,
+                force_end_blocks=plan.local_blocks,
+                generations=comm.publish_generations if tagged else None,
+                index_scale=plan.index_scale,
+                index_offset=plan.index_offset,
+            )
+        if merge is not None:
+            valid, output = merge
+            reference.merge_candidates(
+                recv,
+                valid,
                 output,
                 comm.errors,
                 init_blocks=plan.init_blocks,
                 local_blocks=plan.local_blocks,
-                expected_generations=comm.expected_generations[slot] if tagged else None,
+                expected_generations=expected,
                 prefill=False,
                 rank=plan.rank,
                 slot=slot,

@@ -176,17 +176,10 @@ def merge_candidates(
     """
     tokens = num_valid_pages.numel()
     rows = recv_slot[:, :, :tokens]
-    if expected_generations is not None:
-        expected = expected_generations[:, :tokens]
-        generation, words = (rows >> 32).int(), _low_word(rows)
-        missing = (generation != (expected + 1)[..., None]).any(-1)
-    else:
-        words = rows
-        missing = (rows[..., -1] != 1) & (not prefill)
-    absent = missing.nonzero()
-    if len(absent):
-        form: Literal["legacy", "tagged"] = "legacy" if expected_generations is None else "tagged"
-        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist())
+    expected = None if expected_generations is None else expected_generations[:, :tokens]
+    if not prefill:
+        require_rows(rows, expected, errors, rank=rank, slot=slot)
+    words = rows if expected is None else _low_word(rows)
 
     # [W, hpr, T, 16] -> [T, hpr, W * 16]
     scores = words[..., :TOP_K].view(torch.float32).permute(2, 1, 0, 3).flatten(-2)
@@ -204,10 +197,35 @@ def merge_candidates(
     if prefill:
         chosen[num_valid_pages == 0, :, 0] = 0
     output.copy_(chosen)
-    if expected_generations is not None:
+    if expected is not None:
         expected += 1
     elif not prefill:
         rows[..., -1] = 0
+
+
+def require_rows(
+    rows: torch.Tensor,
+    expected: torch.Tensor | None,
+    errors: torch.Tensor,
+    *,
+    rank: int | None,
+    slot: int | None,
+    but_of: int | None = None,
+) -> None:
+    """Raise unless every row is there: ``rows`` ``[W, hpr, T, words]``, ``expected`` the counters of tagged ones.
+
+    ``but_of`` is a rank whose rows may still come.
+    """
+    if expected is None:
+        missing = rows[..., -1] != 1
+    else:
+        missing = ((rows >> 32).int() != (expected + 1)[..., None]).any(-1)
+    if but_of is not None:
+        missing[but_of] = False
+    absent = missing.nonzero()
+    if len(absent):
+        form: Literal["legacy", "tagged"] = "legacy" if expected is None else "tagged"
+        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist())
 
 
 def _classes(ids: torch.Tensor, valid: torch.Tensor, first: int, last: int) -> torch.Tensor:

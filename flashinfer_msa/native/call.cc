@@ -199,7 +199,13 @@ Tensor Call::check_tensor(const char* name, const TVMFFIAny* argument, Type type
     fail("%s must have %d dimensions, had shape %s", name, dimensions, Text().add_list(t->shape, t->ndim).chars);
     return none;
   }
-  return Tensor{name, t};
+  const Tensor checked{name, t};
+  if (!is_empty(t) && t->data == nullptr) {
+    fail("%s must be a tensor with memory, had none", name);
+    return none;
+  }
+  expect_aligned(checked, want.bits / 8);
+  return failed_ ? none : checked;
 }
 
 void Call::expect_shape(const Tensor& t, const char* shape, const int64_t* sizes) {
@@ -246,6 +252,29 @@ void Call::expect_stride(const Tensor& t, int axis, int64_t low, const char* why
   if (failed_ || !t || is_empty(t.dl) || t.size(axis) == 1 || t.stride(axis) >= low) return;
   fail("%s must have a stride of at least %" PRId64 " in dimension %d (%s), had shape %s and strides %s", t.name, low,
        axis, why, Text().add_list(t.dl->shape, t.dl->ndim).chars, describe_strides(t.dl).chars);
+}
+
+void Call::expect_disjoint_rows(const Tensor& t) {
+  if (failed_ || !t || is_empty(t.dl)) return;
+  const int last = t.dl->ndim - 1;
+  int64_t extent = t.size(last);
+  uint64_t taken = 0;
+  // Dimensions by ascending stride: each must step over all that the ones before span.
+  while (true) {
+    int next = -1;
+    for (int k = 0; k < last; ++k) {
+      if (t.size(k) > 1 && !(taken >> k & 1) && (next < 0 || t.stride(k) < t.stride(next))) next = k;
+    }
+    if (next < 0) return;
+    taken |= uint64_t{1} << next;
+    int64_t span;
+    if (t.stride(next) < extent || __builtin_mul_overflow(t.stride(next), t.size(next) - 1, &span) ||
+        __builtin_add_overflow(span, extent, &extent)) {
+      fail("%s must have rows that do not overlap, had shape %s and strides %s", t.name,
+           Text().add_list(t.dl->shape, t.dl->ndim).chars, describe_strides(t.dl).chars);
+      return;
+    }
+  }
 }
 
 void Call::expect_multiple(const Tensor& t, int axis, int64_t divisor) {

@@ -52,6 +52,8 @@ class Call {
   void expect_unit_last_stride(const Tensor& t);
   // `t.stride(axis)` must be at least `low` wherever the dimension has more than one element.
   void expect_stride(const Tensor& t, int axis, int64_t low, const char* why);
+  // Rows, in the last dimension, must not overlap, whatever the order of the other dimensions.
+  void expect_disjoint_rows(const Tensor& t);
   void expect_multiple(const Tensor& t, int axis, int64_t divisor);
   void expect_aligned(const Tensor& t, int bytes);
 

@@ -175,8 +175,9 @@ Device* ready_device(Call& call) {
   const Driver* driver = require_driver(call);
   if (driver == nullptr) return nullptr;
   int capturing = 0;
-  driver->cuStreamIsCapturing(TVMFFIEnvGetStream(kDLCUDA, index), &capturing);
-  if (capturing != 0) {
+  // An error means that another stream is captured in a way that this one's work would break.
+  const CUresult status = driver->cuStreamIsCapturing(TVMFFIEnvGetStream(kDLCUDA, index), &capturing);
+  if (status != kCudaSuccess || capturing != 0) {
     call.fail_as("RuntimeError",
                  "a CUDA graph is being captured on cuda:%d, and the kernels are not resident there yet: call the "
                  "indexer's warmup() before the capture begins",

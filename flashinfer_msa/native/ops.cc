@@ -16,6 +16,8 @@ namespace msa_icp {
 namespace {
 
 constexpr int64_t kAny = -1;
+constexpr int64_t kMaxTokens = INT32_MAX / kHeads;  // a grid has a CTA for each of their rows
+constexpr int64_t kMaxBatch = int64_t{65535} * kDecodeBatchTile;
 constexpr int kRowsPerTile = 8;  // query rows of one tensor-core tile
 
 int as_int(int64_t value) { return static_cast<int>(value); }
@@ -75,6 +77,7 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
   const LayoutInfo& info = layout_info(layout);
   const int64_t batch = s.seq_lens.size(0), tokens = batch * s.query_len;
   call.expect_contiguous(s.seq_lens);
+  call.expect_size(s.seq_lens, 0, 0, kMaxBatch, "requests");
   call.expect_shape(s.index_q, "[batch * decode_query_len, heads, head dim", tokens, kHeads, kHeadDim);
   call.expect_contiguous(s.index_q);
   call.expect_aligned(s.index_q, 16);
@@ -169,6 +172,7 @@ void check_publish(Call& call, const Publish& p, int64_t tokens) {
               p.capacity);
   }
   call.expect_shape(p.num_valid_pages, "[tokens", tokens);
+  call.expect_size(p.num_valid_pages, 0, 0, kMaxTokens, "query tokens");
   call.expect_contiguous(p.num_valid_pages);
   call.expect_shape(p.recv_bases, "[world_size", p.world_size);
   call.expect_contiguous(p.recv_bases);
@@ -223,16 +227,14 @@ void check_merge(Call& call, const MergeCall& m) {
   if (!call.ok()) return;
   const int64_t tokens = m.num_valid_pages.size(0);
   call.expect_contiguous(m.num_valid_pages);
+  call.expect_size(m.num_valid_pages, 0, 0, kMaxTokens, "query tokens");
   if (tokens > m.capacity) {
     call.fail("num_valid_pages must have at most capacity = %d tokens, had %lld", m.capacity,
               static_cast<long long>(tokens));
   }
   call.expect_shape(m.output, "[tokens, heads_per_rank, 16", tokens, m.heads_per_rank, kTopK);
   call.expect_unit_last_stride(m.output);
-  if (!call.ok()) return;
-  call.expect_stride(m.output, 1, kTopK, "rows must not overlap");
-  call.expect_stride(m.output, 0, m.heads_per_rank * (m.heads_per_rank > 1 ? m.output.stride(1) : kTopK),
-                     "tokens must not overlap");
+  call.expect_disjoint_rows(m.output);
   check_errors(call, m.errors);
 }
 
@@ -437,6 +439,8 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   if (call.ok() && m.exchanged && m.enable_pdl) call.fail("enable_pdl must be False with prefill=True, was True");
   call.expect_shape(recv, "[world_size, heads_per_rank, capacity, words", kAny, kAny, kAny, words);
   call.expect_unit_last_stride(recv);
+  for (int axis = 0; axis < 3; ++axis)
+    call.expect_size(recv, axis, 0, INT32_MAX, "world_size, heads_per_rank, capacity");
   if (call.ok()) {
     m.world_size = as_int(recv.size(0));
     m.heads_per_rank = as_int(recv.size(1));
@@ -449,12 +453,10 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
     }
   }
   if (call.ok()) {
-    m.row_stride = m.capacity > 1 ? recv.stride(2) : words;
-    m.head_stride = m.heads_per_rank > 1 ? recv.stride(1) : m.capacity * m.row_stride;
+    m.row_stride = recv.stride(2);
+    m.head_stride = recv.stride(1);
     m.source_stride = recv.stride(0);
-    call.expect_stride(recv, 2, words, "rows must not overlap");
-    call.expect_stride(recv, 1, m.capacity * m.row_stride, "heads must not overlap");
-    call.expect_stride(recv, 0, m.heads_per_rank * m.head_stride, "sources must not overlap");
+    call.expect_disjoint_rows(recv);
     call.expect_shape(expected, "[heads_per_rank, capacity", m.heads_per_rank, m.capacity);
     call.expect_contiguous(expected);
     m.recv = recv.data<char>();

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,15 +61,20 @@ def last_fault() -> Fault | None:
 
     A wait that runs out ends its device's CUDA context; the record is in host memory and outlives it.
     """
+    return next(faults(), None)
+
+
+def faults() -> Iterator[Fault]:
+    """The waits that ran out, at most one a device."""
     from . import native
 
-    if not native.library.cache_info().currsize:
-        return None  # nothing of ours has run
+    if not native.is_loaded():
+        return
     field = native.operation("fault_field")
     for device in range(torch.cuda.device_count()):
         words = {name: field(device, i) for i, name in enumerate(_FIELDS)}
         if words["complete"]:
-            return Fault(
+            yield Fault(
                 wait=_WAITS[words["wait"]],
                 form=_FORMS[words["form"]],
                 rank=None if words["rank"] < 0 else words["rank"],
@@ -79,4 +85,3 @@ def last_fault() -> Fault | None:
                 polls=words["polls"],
                 device=device,
             )
-    return None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from ..layout import LAYOUTS
 from .manifest import load_manifest
 
+_lock = threading.Lock()
 
-@functools.cache
+
 def library() -> Any:
     """The launcher as a tvm-ffi module. ``RuntimeError`` or ``FileNotFoundError`` where it is not installed intact."""
+    with _lock:
+        return _load_library()
+
+
+@functools.cache
+def _load_library() -> Any:
     import tvm_ffi
 
     module = tvm_ffi.load_module(str(load_manifest().launcher()))
@@ -31,6 +39,11 @@ def library() -> Any:
         )
     module.set_loader(tvm_ffi.convert(_load_device))
     return module
+
+
+def is_loaded() -> bool:
+    """Whether the launcher has been loaded, so that something of ours may have run."""
+    return _load_library.cache_info().currsize > 0
 
 
 @functools.cache
@@ -56,10 +69,12 @@ def call(name: str, *arguments: Any) -> Any:
 
 def _explain(name: str, arguments: tuple[Any, ...], error: Exception) -> None:
     """Raise a better error than ``error``, if there is one."""
-    from .fault import last_fault
+    from .fault import faults
 
-    if (fault := last_fault()) is not None:
-        raise RuntimeError(str(fault)) from error
+    devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)}
+    for fault in faults():
+        if fault.device in devices:
+            raise RuntimeError(str(fault)) from error
     passable = tuple(_words_for_unpassable(argument) for argument in arguments)
     if any(a is not b for a, b in zip(passable, arguments, strict=True)):
         operation(name)(*passable)
@@ -73,6 +88,12 @@ def _words_for_unpassable(argument: Any) -> Any:
         return f"a tensor of layout {argument.layout}"
     if argument.device.type not in ("cpu", "cuda"):
         return f"a tensor on device {argument.device}"
+    if argument.is_nested or argument.is_quantized:
+        return f"a {'nested' if argument.is_nested else 'quantized'} tensor"
+    try:
+        argument.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return "a tensor without storage"
     if argument.is_conj() or argument.is_neg():
         return "a tensor with a pending conjugation or negation"
     return argument
