@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .backends import find_backend
+from .backends.calls import Chain, MergeHalf, PublishHalf
 from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, find_layout
 from .sizing import (
     ceil_div,
@@ -301,8 +302,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
         self._require_comm(comm)
         self._require_form(slot, tagged)
-        publish = (index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, (num_valid_pages, output))
+        publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
+        merge = MergeHalf(num_valid_pages, output)
+        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, merge))
 
     def decode_publish(
         self,
@@ -325,8 +327,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         """
         self._require_comm(comm)
         self._require_form(slot, tagged)
-        publish = (index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, publish, None)
+        publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
+        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, None))
 
     def decode_merge(
         self,
@@ -341,7 +343,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
         self._require_comm(comm)
         self._require_form(slot, tagged)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, None, (num_valid_pages, output))
+        merge = MergeHalf(num_valid_pages, output)
+        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, None, merge))
 
 
 def prepare_msa_icp_indexer(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .backends import find_backend
+from .backends.calls import DecodeScore, Merge, SelectPublish
 from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .sizing import (
     msa_icp_comm_layout,
@@ -89,18 +90,20 @@ def msa_icp_decode_index_score_sharded(
     ValueError
         If an argument is not as described, or no kernels are installed for the GPU.
     """
-    find_backend(backend).decode_index_score(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        score_out,
-        rank,
-        world_size,
-        page_size,
-        decode_query_len,
-        max_decode_query_len,
-        enable_pdl,
+    find_backend(backend).decode_score(
+        DecodeScore(
+            index_q=index_q,
+            index_k=index_k,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            score_out=score_out,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            max_decode_query_len=max_decode_query_len,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+        )
     )
 
 
@@ -164,23 +167,25 @@ def msa_icp_topk_select_publish(
     RuntimeError
         If an earlier wait has run out. The torch backend raises it for its own wait, as nothing could end that.
     """
-    find_backend(backend).topk_select_publish(
-        scores,
-        num_valid_pages,
-        recv_bases,
-        errors,
-        slot,
-        rank,
-        world_size,
-        heads_per_rank,
-        capacity,
-        force_begin_blocks,
-        force_end_blocks,
-        spin_limit,
-        enable_pdl,
-        generations,
-        index_scale,
-        index_offset,
+    find_backend(backend).select_publish(
+        SelectPublish(
+            scores=scores,
+            num_valid_pages=num_valid_pages,
+            recv_bases=recv_bases,
+            errors=errors,
+            slot=slot,
+            rank=rank,
+            world_size=world_size,
+            heads_per_rank=heads_per_rank,
+            capacity=capacity,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            spin_limit=spin_limit,
+            enable_pdl=enable_pdl,
+            generations=generations,
+            index_scale=index_scale,
+            index_offset=index_offset,
+        )
     )
 
 
@@ -237,15 +242,18 @@ def msa_icp_merge_candidates(
     RuntimeError
         If an earlier wait has run out. The torch backend raises it for its own wait, as nothing could end that.
     """
-    find_backend(backend).merge_candidates(
-        recv_slot,
-        num_valid_pages,
-        output,
-        errors,
-        init_blocks,
-        local_blocks,
-        spin_limit,
-        enable_pdl,
-        expected_generations,
-        prefill,
+    find_backend(backend).merge(
+        Merge(
+            num_valid_pages=num_valid_pages,
+            output=output,
+            errors=errors,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            spin_limit=spin_limit,
+            enable_pdl=enable_pdl,
+            prefill=prefill,
+            tagged=expected_generations is not None,
+            recv_slot=recv_slot,
+            expected_generations=expected_generations,
+        )
     )

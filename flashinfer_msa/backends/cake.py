@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..runtime import loader
+from ..runtime import loader, native
 from ..sizing import require_device
-from . import arguments
+from .calls import Chain, DecodeScore, Merge, SelectPublish
 
 
 class CakeBackend:
@@ -36,18 +36,18 @@ class CakeBackend:
         """Make every kernel resident on ``device``."""
         loader.load_device(device.index)
 
-    def decode_index_score(self, *args: Any) -> None:
+    def decode_score(self, call: DecodeScore) -> None:
         """Launch the decode scorer."""
-        arguments.decode_index_score(True, *args)
+        native.call("decode_score", True, *call)
 
-    def topk_select_publish(self, *args: Any) -> None:
+    def select_publish(self, call: SelectPublish) -> None:
         """Launch the publisher."""
-        arguments.topk_select_publish(True, *args)
+        native.call("select_publish", True, *call)
 
-    def merge_candidates(self, *args: Any) -> None:
+    def merge(self, call: Merge) -> None:
         """Launch the merge."""
-        arguments.merge_candidates(True, *args)
+        native.call("merge", True, *call)
 
-    def decode(self, *args: Any) -> None:
+    def decode(self, call: Chain) -> None:
         """Launch the facade's chain."""
-        arguments.decode(True, *args)
+        native.call("decode", True, *call.arguments())
