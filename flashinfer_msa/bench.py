@@ -101,7 +101,8 @@ def ceilings() -> Iterator[Row]:
         }
     source = torch.randint(0, 256, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)])
+    # A kernel, since a copy node of a graph is another engine's and slower.
+    us = graph_us([lambda: torch.add(source.view(torch.int64), 0, out=target.view(torch.int64))])
     size = 2 * source.numel()
     yield {"job": "ceiling", "name": "device_copy", "bytes": size, "us": us, "tb_s": size / us / 1e6, "cold": True}
     one = torch.zeros(1, device="cuda")

@@ -87,6 +87,12 @@ def count_tests(junit: Path) -> dict[str, int]:
     return {"passed": int(suite.get("tests", 0)) - failed - skipped, "failed": failed, "skipped": skipped}
 
 
+def count_near_ties(junit: Path) -> int:
+    """Return the rows that differed from the brute force by near ties, as the tests have reported them."""
+    properties = ElementTree.parse(junit).getroot().iter("property")
+    return sum(int(entry.get("value", 0)) for entry in properties if entry.get("name") == "near_ties")
+
+
 def count_sanitizer_errors(log: str) -> int | None:
     """Return the errors of a compute-sanitizer log: the sum over its processes; None where it has no summary."""
     counts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", log)
@@ -118,6 +124,7 @@ def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, A
         "date": datetime.now(timezone.utc).date().isoformat(),
         "source_digest": tree_digest(ARCHITECTURE),
         "tests": count_tests(junit),
+        "near_ties": count_near_ties(junit),
         "sanitizer": errors,
         "bench": json.loads(bench.read_text()),
     }

@@ -62,7 +62,13 @@ def test_check(record_script: ModuleType, record: dict[str, object], good: bool,
 def test_counts_come_from_the_logs(record_script: ModuleType, tmp_path: Path) -> None:
     """Tests are counted from pytest's report and errors from the sanitizer's summaries; no summary is no result."""
     junit = tmp_path / "tests.xml"
-    junit.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"></testsuite></testsuites>')
+    junit.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2">'
+        '<testcase><properties><property name="near_ties" value="2"/></properties></testcase>'
+        '<testcase><properties><property name="near_ties" value="3"/></properties></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert record_script.count_near_ties(junit) == 5
     assert record_script.count_tests(junit) == {"passed": 5, "failed": 2, "skipped": 2}
     log = "========= ERROR SUMMARY: 0 errors\n...\n========= ERROR SUMMARY: 3 errors\n"
     assert record_script.count_sanitizer_errors(log) == 3

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +64,41 @@ def test_architecture_compiles(name: str, built: BuildResult) -> None:
         for kernel in entry["kernels"]:
             assert kernel["registers"] > 0
             assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+
+
+class Nvrtc:
+    """The run-time compiler, loaded from its package."""
+
+    def __init__(self) -> None:
+        folders = [Path(entry) / "nvidia" / "cu13" / "lib" for entry in sys.path]
+        found = next((folder for folder in folders if (folder / "libnvrtc.so.13").is_file()), None)
+        if found is None:
+            pytest.skip("needs the package nvidia-cuda-nvrtc")
+        for builtins in found.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(str(found / "libnvrtc.so.13"))
+
+    def compile(self, source: str, architecture: str) -> tuple[int, str]:
+        """Size of the cubin and the log; no include folder is given."""
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"-std=c++17")
+        assert self.library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k.cu", 0, None, None) == 0
+        failed = self.library.nvrtcCompileProgram(program, 2, options)
+        self.library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        self.library.nvrtcGetProgramLog(program, log)
+        size.value = 0
+        if not failed:
+            self.library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        self.library.nvrtcDestroyProgram(ctypes.byref(program))
+        return size.value, log.value.decode()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_nvrtc_compiles_too(name: str) -> None:
+    """No unit needs a host compiler or a header: the common kernels, and a layout (each on the tuned architecture)."""
+    nvrtc = Nvrtc()
+    for unit in matrix.units([name]):
+        if name == "sm_90a" or unit.name in ("common", "p128_tp4"):
+            size, log = nvrtc.compile(render(unit), name)
+            assert size > 0, log
