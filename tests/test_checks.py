@@ -922,6 +922,7 @@ def test_local_comm_takes_one_group_in_order() -> None:
     assert len(local_comm(iter([first, second]))) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
 def test_tensors_without_memory_are_refused() -> None:
     """A fake or freed tensor has a shape and no address; a kernel would read from nowhere."""
     from torch._subclasses.fake_tensor import FakeTensorMode
