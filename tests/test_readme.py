@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +39,11 @@ def test_tree_is_the_one_on_disk() -> None:
         "__main__.py",
         "version.py",
     }
-    assert modules == set(re.findall(r"\b(\w+\.py)\b", tree[1])) - {"gpu_bench.py", "gpu_record.py"}
+    assert modules == set(re.findall(r"\b(\w+\.py)\b", tree[1])) - {"gpu_bench.py", "gpu_record.py", "readme_tables.py"}
+
+
+def test_figures_are_those_of_the_record() -> None:
+    """No figure is typed: the script that writes them finds them as they are."""
+    script = README.parent / "scripts" / "readme_tables.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
