@@ -68,16 +68,17 @@ def figures(record: dict[str, Any]) -> str:
     tests, errors = single["tests"], sum(single["sanitizer"].values())
     lines = [
         f"On an {single['gpu']} (driver {single['driver']}, torch {single['torch']}, {single['date']}): "
-        f"{tests['passed']} GPU tests passed, {tests['failed']} failed; {', '.join(single['sanitizer'])}: {errors} errors.",
+        f"{tests['passed']} GPU tests passed, {tests['failed']} failed; "
+        f"{', '.join(single['sanitizer'])}: {errors} errors.",
     ]
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
         reason = record.get("pending", {}).get("reason", "no reason is given")
         lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]
     lines += [
         "",
-        "Decode scorer, one rank, in a CUDA graph, over keys that are not in the L2 cache unless marked warm. In brackets,",
-        "the time of a streaming read of the same bytes (keys read and scores written) in the same run over the scorer's;",
-        "the scorer is launched as a programmatic dependent, as the indexer does, and the read is not:",
+        "Decode scorer, one rank, in a CUDA graph, over keys that are not in the L2 cache unless marked warm. In",
+        "brackets, the time of a streaming read of the same bytes (keys read and scores written) in the same run over",
+        "the scorer's; the scorer is launched as a programmatic dependent, as the indexer does, and the read is not:",
         "",
         *decode_table(single["bench"]),
         "",
