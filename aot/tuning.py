@@ -20,9 +20,9 @@ class DecodeScoreTuning:
     chunk_rows: int = 32
 
 
-# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run: 35.2 us;
-# 36.5 us with 16 x 2, 35.8 us with 8 x 3. An earlier scorer took 37.1 us with 8 x 3 and 40.2 us with 8 x 6: more in
-# flight only queues in the memory system.
+# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run:
+# 35.2 us; 36.5 us with 16 x 2, 35.8 us with 8 x 3. An earlier scorer took 37.1 us with 8 x 3 and 40.2 us with 8 x 6:
+# more in flight only queues in the memory system.
 _LARGE = DecodeScoreTuning(warps=(12, 12, 12, 8), stages=(2, 2, 2, 3))
 _SMALL = DecodeScoreTuning(warps=(8, 8, 6, 4), stages=(2, 2, 2, 2))
 _BY_ARCHITECTURE = {
