@@ -19,11 +19,10 @@ from . import msa_ops
 from .comm import MSAIcpComm, local_comm
 from .indexer import MSAIcpIndexerPlan
 from .layout import BLOCK_TOKENS, HEAD_DIM, LAYOUTS, NUM_HEADS, TOP_K, Layout
-from .simulate import random_e4m3
+from .simulate import group_plans, random_e4m3
 
 Row = dict[str, Any]
 _COLD_BYTES = 256 << 20
-_MAX_COPIES = 64
 _MIN_CALLS = 20
 """Calls in a graph, so that its launch does not count."""
 
@@ -128,31 +127,22 @@ class DecodeCase:
     @classmethod
     def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool) -> DecodeCase:
         """Random keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
-        plans = [
-            msa_ops.prepare_msa_icp_indexer(
-                world_size=layout.world_size,
-                rank=rank,
-                num_index_heads=NUM_HEADS,
-                page_size=layout.page_size,
-                init_blocks=0,
-                local_blocks=1,
-                max_decode_tokens=batch * query_len,
-                max_decode_query_len=query_len,
-                max_num_batched_tokens=8192,
-                max_num_seqs=batch,
-                max_model_len=context,
-                num_sparse_layers=4,
-                device="cuda",
-            )
-            for rank in range(layout.world_size)
-        ]
-        plans[0].warmup()
+        plans = group_plans(
+            layout,
+            ["cuda"],
+            init_blocks=0,
+            local_blocks=1,
+            max_decode_tokens=batch * query_len,
+            max_decode_query_len=query_len,
+            max_num_batched_tokens=8192,
+            max_num_seqs=batch,
+            max_model_len=context,
+            num_sparse_layers=4,
+        )
         generator = torch.Generator("cuda").manual_seed(0)
         columns = -(-context // layout.page_size)
         pages = batch * columns
-        copies = 1
-        if cold:
-            copies = min(_MAX_COPIES, 1 + -(-_COLD_BYTES // (pages * layout.page_bytes)))
+        copies = 1 + -(-_COLD_BYTES // (pages * layout.page_bytes)) if cold else 1
         keys = [random_e4m3((pages, layout.rows, HEAD_DIM), generator)]
         keys += [keys[0].view(torch.uint8).clone().view(torch.float8_e4m3fn) for _ in range(copies - 1)]
         tokens = batch * query_len
@@ -196,8 +186,6 @@ class DecodeCase:
 
     def prepublish_peers(self) -> None:
         """Fill the peers' rows of slot set 0 with what this rank publishes, and arm the counters for one merge."""
-        layout = self.plan.comm_layout
-        recv = self.comm.tagged_recv[0]
         self.plan.decode_publish(
             self.index_q,
             self.keys[0],
@@ -210,9 +198,12 @@ class DecodeCase:
             tagged=True,
             decode_query_len=self.query_len,
         )
-        recv[1:] = recv[:1]
-        assert tuple(recv.shape) == layout["tagged_shape"][1:]
+        self.copy_rows_to_peers()
         self.rearm()
+
+    def copy_rows_to_peers(self) -> None:
+        """Let the rows that this rank published in slot set 0 stand for its peers' too."""
+        self.comm.tagged_recv[0, 1:] = self.comm.tagged_recv[0, :1]
 
     def rearm(self) -> None:
         """Set the counters back, so that the next chain publishes and expects the generation that lies in the rows."""
@@ -309,7 +300,7 @@ def selection_rows() -> Iterator[Row]:
 
             case.comm.publish_generations.zero_()
             publish()
-            case.comm.tagged_recv[0, 1:] = case.comm.tagged_recv[0, :1]
+            case.copy_rows_to_peers()
 
             def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
                 c.comm.expected_generations.zero_()

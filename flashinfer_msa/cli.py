@@ -22,7 +22,6 @@ from flashinfer_msa.layout import (
     LAYOUTS,
     MAX_BLOCKS,
     MAX_QUERY_LEN,
-    NUM_HEADS,
     NUM_SLOT_SETS,
     TOP_K,
     Layout,
@@ -187,8 +186,7 @@ def _run_layout(
     import torch
 
     from flashinfer_msa.comm import local_comm
-    from flashinfer_msa.msa_ops import prepare_msa_icp_indexer
-    from flashinfer_msa.simulate import Comparison, DecodeProblem, brute_force_top16, compare, random_e4m3
+    from flashinfer_msa.simulate import Comparison, DecodeProblem, brute_force_top16, compare, group_plans, random_e4m3
 
     lengths = random.Random(seed)
     final_lens = [context, *(lengths.randint(1, context) for _ in range(batch - 1))]
@@ -196,26 +194,22 @@ def _run_layout(
         layout, seq_lens=final_lens, decode_query_len=query_len, device=devices[0], seed=seed, page_pitch_extra=16
     )
     tokens = batch * query_len
+    plans = group_plans(
+        layout,
+        devices,
+        init_blocks=INIT_BLOCKS,
+        local_blocks=LOCAL_BLOCKS,
+        max_decode_tokens=tokens,
+        max_decode_query_len=query_len,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=batch,
+        max_model_len=context,
+        num_sparse_layers=NUM_SLOT_SETS,
+        backend=backend,
+    )
     ranks = []
-    for rank in range(layout.world_size):
-        device = devices[rank % len(devices)]
-        plan = prepare_msa_icp_indexer(
-            world_size=layout.world_size,
-            rank=rank,
-            num_index_heads=NUM_HEADS,
-            page_size=layout.page_size,
-            init_blocks=INIT_BLOCKS,
-            local_blocks=LOCAL_BLOCKS,
-            max_decode_tokens=tokens,
-            max_decode_query_len=query_len,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=batch,
-            max_model_len=context,
-            num_sparse_layers=NUM_SLOT_SETS,
-            device=device,
-            backend=backend,
-        )
-        plan.warmup()
+    for rank, plan in enumerate(plans):
+        device = plan.device
         ranks.append(
             _Rank(
                 device=device,
@@ -226,7 +220,7 @@ def _run_layout(
                 output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device=device),
             )
         )
-    comms = local_comm([rank.plan for rank in ranks])
+    comms = local_comm(plans)
 
     counts = dict.fromkeys(forms, Comparison())
     times: dict[bool, list[float]] = {form: [] for form in forms}

@@ -9,7 +9,7 @@ import torch
 
 from .backends import find_backend
 from .backends.calls import Chain, MergeHalf, PublishHalf
-from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, find_layout
+from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, ROW_WORDS, find_layout
 from .sizing import (
     ceil_div,
     msa_icp_comm_layout,
@@ -26,15 +26,6 @@ _MAX_WINDOW_TOKENS = 8192
 _SCRATCH_BUDGET_BYTES = 256 << 20
 _CHUNK_TOKENS = 128
 _PITCH_COLUMNS = 16
-_COMM_FIELDS = (
-    "recv",
-    "tagged_recv",
-    "recv_bases",
-    "tagged_recv_bases",
-    "publish_generations",
-    "expected_generations",
-    "errors",
-)
 
 
 class MSAIcpIndexerPlan:
@@ -122,6 +113,16 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             self.local_blocks,
             self.spin_limit,
         )
+        # What receive storage has, and a shape unless it is any 1-D one.
+        self._comm_fields: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
+            "recv": (torch.int32, self.comm_layout["legacy_shape"]),
+            "tagged_recv": (torch.int64, self.comm_layout["tagged_shape"]),
+            "recv_bases": (torch.int64, (self.world_size,)),
+            "tagged_recv_bases": (torch.int64, (self.world_size,)),
+            "publish_generations": (torch.int32, self.comm_layout["generations_shape"]),
+            "expected_generations": (torch.int32, self.comm_layout["expected_shape"]),
+            "errors": (torch.int32, None),
+        }
         self._backend = implementation
         self._checked_comm: tuple[Any, ...] = ()
 
@@ -185,17 +186,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         ``expected_generations`` and ``errors``, contiguous tensors on the plan's device with the shapes and dtypes of
         ``comm_layout``, and the tagged rows follow the legacy rows in one storage.
         """
-        sizes = self.comm_layout
-        want: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
-            "recv": (torch.int32, sizes["legacy_shape"]),
-            "tagged_recv": (torch.int64, sizes["tagged_shape"]),
-            "recv_bases": (torch.int64, (self.world_size,)),
-            "tagged_recv_bases": (torch.int64, (self.world_size,)),
-            "publish_generations": (torch.int32, sizes["generations_shape"]),
-            "expected_generations": (torch.int32, sizes["expected_shape"]),
-            "errors": (torch.int32, None),
-        }
-        for name, (dtype, shape) in want.items():
+        for name, (dtype, shape) in self._comm_fields.items():
             field = getattr(comm, name, None)
             if not isinstance(field, torch.Tensor):
                 raise ValueError(f"comm.{name} must be a tensor, was {field!r}")
@@ -211,23 +202,24 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 raise ValueError(f"comm.{name} must be on {self.device}, was on {field.device}")
             if not field.is_contiguous():
                 raise ValueError(f"comm.{name} must be contiguous, had strides {field.stride()}")
+        wanted = self.comm_layout["tagged_offset_bytes"]
         offset = comm.tagged_recv.data_ptr() - comm.recv.data_ptr()
         one_storage = comm.tagged_recv.untyped_storage().data_ptr() == comm.recv.untyped_storage().data_ptr()
-        if not one_storage or offset != sizes["tagged_offset_bytes"]:
+        if not one_storage or offset != wanted:
             raise ValueError(
-                f"comm.tagged_recv must follow comm.recv in one storage, at {sizes['tagged_offset_bytes']} bytes, was "
+                f"comm.tagged_recv must follow comm.recv in one storage, at {wanted} bytes, was "
                 f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
             )
-        self._checked_comm = tuple(getattr(comm, name) for name in _COMM_FIELDS)
+        self._checked_comm = tuple(getattr(comm, name) for name in self._comm_fields)
 
     def _require_comm(self, comm: Any) -> None:
         checked = self._checked_comm
         if not checked or any(
-            getattr(comm, name, None) is not field for name, field in zip(_COMM_FIELDS, checked, strict=True)
+            getattr(comm, name, None) is not field for name, field in zip(self._comm_fields, checked, strict=True)
         ):
             self.check_comm(comm)
 
-    def _require_form(self, slot: int, tagged: bool) -> None:
+    def _require_form(self, tagged: bool) -> None:
         if not isinstance(tagged, bool):
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
         if tagged and self.num_sparse_layers < 2:
@@ -235,7 +227,6 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two "
                 "uses of a slot set must be at least two layers apart"
             )
-        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
 
     def decode(
         self,
@@ -301,7 +292,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         if pool is not None:
             raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
         self._require_comm(comm)
-        self._require_form(slot, tagged)
+        self._require_form(tagged)
         publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
         merge = MergeHalf(num_valid_pages, output)
         self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, merge))
@@ -326,7 +317,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         Ranks that share a stream run all publishes of a layer before any merge.
         """
         self._require_comm(comm)
-        self._require_form(slot, tagged)
+        self._require_form(tagged)
         publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
         self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, None))
 
@@ -342,7 +333,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
         self._require_comm(comm)
-        self._require_form(slot, tagged)
+        self._require_form(tagged)
         merge = MergeHalf(num_valid_pages, output)
         self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, None, merge))
 

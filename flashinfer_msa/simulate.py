@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random ICP decode problems, and the answer by brute force over keys that were never sharded.
 
-The demo, the tests and the benchmarks share this module. It shares no code with the kernels or the torch reference.
+The demo, the tests and the benchmarks share this module. Its answers share no code with the kernels or the torch
+reference.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from flashinfer_msa.indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from flashinfer_msa.layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, TOP_K, Layout
 
 UNUSED_PAGE = 2**30
@@ -25,6 +27,27 @@ _PAGES_PER_CHUNK = 512
 _E4M3_NAN = (0x7F, 0xFF)
 _E4M3_SPECIAL = (0x7E, 0xFE, 0x80)
 """Bits of 448, -448 and -0.0."""
+
+
+def group_plans(layout: Layout, devices: Sequence[torch.device | str], **limits: Any) -> list[MSAIcpIndexerPlan]:
+    """Indexers of every rank of a group, rank ``r`` on device ``r % len(devices)``, warmed up.
+
+    ``limits`` are the arguments of ``prepare_msa_icp_indexer`` that the layout does not settle.
+    """
+    plans = [
+        prepare_msa_icp_indexer(
+            world_size=layout.world_size,
+            rank=rank,
+            num_index_heads=NUM_HEADS,
+            page_size=layout.page_size,
+            device=devices[rank % len(devices)],
+            **limits,
+        )
+        for rank in range(layout.world_size)
+    ]
+    for plan in plans:
+        plan.warmup()
+    return plans
 
 
 @dataclass(frozen=True)

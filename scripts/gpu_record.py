@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -177,5 +176,4 @@ def main(
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("default")
     main()

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The GPU evidence: tests, compute-sanitizer and a small benchmark on this machine's GPU, written into a section of
-# tests/gpu/record.json. Needs no internet: wheels that the machine lacks (apache-tvm-ffi) are taken from $WHEELS.
+# The GPU evidence: tests, compute-sanitizer and a small benchmark on this machine's GPU, written into section `single`
+# of tests/gpu/record.json. Needs no internet: wheels that the machine lacks (apache-tvm-ffi) are taken from $WHEELS.
 #
-#   scripts/gpu_verify.sh [single]      logs and results go to $OUT (default: build/gpu)
+#   scripts/gpu_verify.sh      logs and results go to $OUT (default: build/gpu)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-section=${1:-single}
 out=${OUT:-build/gpu}
 wheels=${WHEELS:-.whl}
 python=${PYTHON:-python3}
@@ -49,6 +48,6 @@ for tool in "${tools[@]}"; do
   tail -n 4 "$out/$tool.log"
 done
 
-"$python" scripts/gpu_record.py --write "$section" --junit "$out/tests.xml" --bench "$out/bench.json" "${arguments[@]}"
+"$python" scripts/gpu_record.py --write single --junit "$out/tests.xml" --bench "$out/bench.json" "${arguments[@]}"
 cp tests/gpu/record.json "$out/record.json"
 exit $status

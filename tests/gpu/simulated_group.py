@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
-from flashinfer_msa.simulate import DecodeProblem
+from flashinfer_msa.simulate import DecodeProblem, group_plans
 
 SMALL = os.environ.get("FLASHINFER_MSA_TEST_SHAPES") == "small"
 """Shapes that a sanitizer can run."""
@@ -44,28 +43,20 @@ class Group:
         **limits: Any,
     ) -> Group:
         """Plans and storage of every rank, on one device unless there are more; ``tokens`` is the capacity."""
-        plans = [
-            msa_ops.prepare_msa_icp_indexer(
-                world_size=layout.world_size,
-                rank=rank,
-                num_index_heads=NUM_HEADS,
-                page_size=layout.page_size,
-                init_blocks=init_blocks,
-                local_blocks=local_blocks,
-                max_decode_tokens=tokens,
-                max_decode_query_len=8,
-                max_num_batched_tokens=8192,
-                max_num_seqs=64,
-                max_model_len=max_model_len,
-                num_sparse_layers=4,
-                device=devices[rank] if devices else "cuda",
-                backend=backend,
-                **limits,
-            )
-            for rank in range(layout.world_size)
-        ]
-        for plan in plans:
-            plan.warmup()
+        plans = group_plans(
+            layout,
+            devices or ["cuda"],
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            max_decode_tokens=tokens,
+            max_decode_query_len=8,
+            max_num_batched_tokens=8192,
+            max_num_seqs=64,
+            max_model_len=max_model_len,
+            num_sparse_layers=4,
+            backend=backend,
+            **limits,
+        )
         return cls(layout, plans, local_comm(plans))
 
     def scores(self, tokens: int) -> list[torch.Tensor]:
