@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import layout as layouts
 from ..layout import LAYOUTS, Layout
-from .tuning import DECODE_SCORE, SELECT
+from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Architecture:
     """One GPU architecture that cubins are compiled for.
 
     ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` and ``dependent_launch`` say whether it has
-    ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90).
+    ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90); ``wgmma`` whether
+    it has warpgroup products (sm_90a alone).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Architecture:
     shared_bytes: int
     bulk_copy: bool = True
     dependent_launch: bool = True
+    wgmma: bool = False
     tested_on: str = ""
 
 
@@ -33,7 +35,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
         Architecture("sm_89", (8, 9), (12, 0), 99 * 1024, bulk_copy=False, dependent_launch=False),
-        Architecture("sm_90a", (9, 0), (12, 0), 227 * 1024, tested_on="H200"),
+        Architecture("sm_90a", (9, 0), (12, 0), 227 * 1024, wgmma=True, tested_on="H200"),
         Architecture("sm_100a", (10, 0), (12, 8), 227 * 1024),
         Architecture("sm_103a", (10, 3), (12, 9), 227 * 1024),
         Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024),
@@ -53,9 +55,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Unit:
-    """One cubin: a template rendered for an architecture, and for a layout where it is specialised by one."""
+    """One cubin: a template rendered for an architecture, and for a layout where it is specialised by one.
+
+    ``job`` tells the cubins of one layout apart; it is empty where there is but one.
+    """
 
     architecture: Architecture
+    job: str
     layout: Layout | None
     template: str
     kernels: tuple[Kernel, ...]
@@ -64,7 +70,7 @@ class Unit:
     @property
     def name(self) -> str:
         """File stem of the cubin within its architecture's folder."""
-        return self.layout.name if self.layout else "common"
+        return f"{self.job}_{self.layout.name}" if self.layout else self.job
 
 
 CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
@@ -72,7 +78,11 @@ CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isuppe
 
 
 GROUP_COLUMNS = 32
-"""Score columns that the decode scorer writes together: the 128 bytes of a cache line."""
+"""Score columns that a scorer writes together: the 128 bytes of a cache line."""
+KEY_TILE_ROWS = 128
+"""Local key rows that the prefill scorer multiplies together."""
+PLAN_THREADS = 1024
+FILL_THREADS = 256
 
 
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
@@ -86,6 +96,7 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     ]
     return Unit(
         architecture=arch,
+        job="decode_score",
         layout=layout,
         template="decode_score.cu.j2",
         kernels=tuple(
@@ -104,10 +115,45 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     )
 
 
+def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
+    tuning = PREFILL_SCORE[arch.name]
+    row_bytes = layouts.HEAD_DIM * layout.element.bytes
+    item_rows = layouts.ITEM_TOKENS * layouts.NUM_HEADS
+    keys = tuning.stages * KEY_TILE_ROWS * row_bytes
+    staging = item_rows * (GROUP_COLUMNS + 2) * 4
+    # With tensor copies: an item's queries and their 32-byte description, and two barriers a buffer.
+    ring = item_rows * row_bytes + 32 + (1 + tuning.stages) * 2 * 8
+    shared = keys + staging + (ring if arch.wgmma else 0)
+    # A column a page; and, where a page has more than one block, a column a block.
+    forms = [("", False), *([("_global", True)] if layout.index_scale > 1 else [])]
+    return Unit(
+        architecture=arch,
+        job="prefill_score",
+        layout=layout,
+        template=f"prefill_score_{'wgmma' if arch.wgmma else 'mma'}.cu.j2",
+        kernels=tuple(
+            Kernel(f"prefill_score{form}", f"msa_icp_prefill_score{form}_{layout.name}", tuning.threads, shared)
+            for form, _ in forms
+        ),
+        context={
+            **CONSTANTS,
+            "GROUP_COLUMNS": GROUP_COLUMNS,
+            "KEY_TILE_ROWS": KEY_TILE_ROWS,
+            "arch": arch,
+            "layout": layout,
+            "tuning": tuning,
+            "threads": tuning.threads,
+            "shared_bytes": shared,
+            "forms": forms,
+        },
+    )
+
+
 def _common_unit(arch: Architecture) -> Unit:
     tuning = SELECT[arch.name]
     return Unit(
         architecture=arch,
+        job="common",
         layout=None,
         template="common.cu.j2",
         kernels=(
@@ -121,8 +167,19 @@ def _common_unit(arch: Architecture) -> Unit:
                 for world in layouts.WORLD_SIZES
                 for source in ("legacy", "tagged", "exchanged")
             ),
+            Kernel("prefill_plan", "msa_icp_prefill_plan", PLAN_THREADS),
+            Kernel("prefill_fill", "msa_icp_prefill_fill", FILL_THREADS),
+            Kernel("select_prefill_narrow", "msa_icp_select_prefill_narrow", tuning.prefill_narrow),
+            Kernel("select_prefill_wide", "msa_icp_select_prefill_wide", tuning.prefill_wide),
         ),
-        context={**CONSTANTS, "arch": arch, "world_sizes": layouts.WORLD_SIZES, "tuning": tuning},
+        context={
+            **CONSTANTS,
+            "arch": arch,
+            "world_sizes": layouts.WORLD_SIZES,
+            "tuning": tuning,
+            "PLAN_THREADS": PLAN_THREADS,
+            "FILL_THREADS": FILL_THREADS,
+        },
     )
 
 
@@ -137,6 +194,7 @@ def units(architectures: Iterable[str] | None = None) -> list[Unit]:
         for name in names
         for unit in (
             *(_decode_unit(ARCHITECTURES[name], layout) for layout in LAYOUTS.values()),
+            *(_prefill_unit(ARCHITECTURES[name], layout) for layout in LAYOUTS.values()),
             _common_unit(ARCHITECTURES[name]),
         )
     ]

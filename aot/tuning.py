@@ -40,12 +40,31 @@ DECODE_SCORE = {(arch, layout): tuning for arch, tuning in _BY_ARCHITECTURE.item
 
 @dataclass(frozen=True)
 class SelectTuning:
-    """Threads of the CTA that takes a row of scores: of up to 1024 columns, and of any width."""
+    """Threads of a CTA of the publisher and of the prefill selection, for rows of up to 1024 columns and for wider.
+
+    A CTA of the publisher takes a row. So does a wide one of the prefill selection; in a narrow one, each warp does.
+    """
 
     narrow: int
     wide: int
+    prefill_narrow: int
+    prefill_wide: int
 
 
-# On an H200, 64 tokens x 1024 columns: 3.3 us; 256 tokens x 8192 columns: 17.6 us.
-SELECT = dict.fromkeys(_BY_ARCHITECTURE, SelectTuning(narrow=256, wide=512))
-"""Shape of the publisher by architecture."""
+# On an H200, publisher, 64 tokens x 1024 columns: 3.3 us; 256 tokens x 8192 columns: 17.6 us.
+SELECT = dict.fromkeys(_BY_ARCHITECTURE, SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=512))
+"""Shape of publisher and prefill selection by architecture."""
+
+
+@dataclass(frozen=True)
+class PrefillScoreTuning:
+    """Shape of the prefill scorer: threads of its CTA, and key tiles of 16 KB that are in shared memory at a time."""
+
+    threads: int
+    stages: int
+
+
+_WGMMA = PrefillScoreTuning(threads=640, stages=9)
+_MMA = PrefillScoreTuning(threads=256, stages=2)
+PREFILL_SCORE = {"sm_90a": _WGMMA, "sm_100a": _MMA, "sm_103a": _MMA, "sm_89": _MMA, "sm_120a": _MMA}
+"""Shape of the prefill scorer by architecture. Those of ``mma.sync`` are not measured."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the decode kernels and the ceilings they are held against, by CUDA graph replay on this machine's GPU.
+"""Times the kernels and the ceilings they are held against, by CUDA graph replay on this machine's GPU.
 
 Every row is a flat dictionary, one measured case. A *cold* case rotates over at least 256 MB of distinct keys inside
 the captured graph, as the layers of a model do; a *warm* one repeats on the same keys.
@@ -18,7 +18,8 @@ import torch
 from . import msa_ops
 from .comm import MSAIcpComm, local_comm
 from .indexer import MSAIcpIndexerPlan
-from .layout import BLOCK_TOKENS, HEAD_DIM, LAYOUTS, NUM_HEADS, TOP_K, Layout
+from .layout import BLOCK_TOKENS, HEAD_DIM, LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
+from .score_plan import MSAIcpScorePlan
 from .simulate import group_plans, random_e4m3
 
 Row = dict[str, Any]
@@ -104,6 +105,16 @@ def ceilings() -> Iterator[Row]:
     us = graph_us([lambda: torch.add(source.view(torch.int64), 0, out=target.view(torch.int64))])
     size = 2 * source.numel()
     yield {"job": "ceiling", "name": "device_copy", "bytes": size, "us": us, "tb_s": size / us / 1e6, "cold": True}
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+
+    def multiply() -> None:
+        torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    us = graph_us([multiply] * _MIN_CALLS)
+    flops = 2 * size**3
+    yield {"job": "ceiling", "name": "fp8_gemm", "flops": flops, "us": us, "tflops": flops / us / 1e6, "cold": False}
     one = torch.zeros(1, device="cuda")
     yield {"job": "ceiling", "name": "tiny_kernel", "us": graph_us([lambda: one.add_(1)] * 200), "cold": False}
 
@@ -266,6 +277,131 @@ def decode_rows(
                 "us": case.chain_us(),
                 "note": "peers' rows pre-published; two counter resets a step measured alone and subtracted",
             }
+
+
+@dataclass
+class PrefillCase:
+    """One rank's prefill window of one segment: inputs for several layers, so that a graph reads cold keys."""
+
+    layout: Layout
+    plan: MSAIcpIndexerPlan
+    query: torch.Tensor
+    keys: list[torch.Tensor]
+    block_table: torch.Tensor
+    segments: tuple[torch.Tensor, ...]
+    bounds: dict[str, int]
+    num_valid_pages: torch.Tensor
+    scratch: torch.Tensor
+    carrier: torch.Tensor
+    output: torch.Tensor
+
+    @classmethod
+    def make(cls, layout: Layout, tokens: int, context: int, *, cold: bool) -> PrefillCase:
+        """The last ``tokens`` of a segment of ``context`` random keys, in pages in random order."""
+        plan = group_plans(
+            layout,
+            ["cuda"],
+            init_blocks=0,
+            local_blocks=1,
+            max_decode_tokens=1,
+            max_decode_query_len=1,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=1,
+            max_model_len=context,
+            num_sparse_layers=4,
+        )[0]
+        generator = torch.Generator("cuda").manual_seed(0)
+        pages = -(-context // layout.page_size)
+        copies = 1 + -(-_COLD_BYTES // (pages * layout.page_bytes)) if cold else 1
+        keys = [random_e4m3((pages, layout.rows, HEAD_DIM), generator)]
+        keys += [keys[0].view(torch.uint8).clone().view(torch.float8_e4m3fn) for _ in range(copies - 1)]
+        lens = [[tokens], [context], [0, tokens], [0, context], [context - tokens]]
+        seen = context - tokens + 1 + torch.arange(tokens, device="cuda", dtype=torch.int32)
+        return cls(
+            layout=layout,
+            plan=plan,
+            query=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
+            keys=keys,
+            block_table=torch.randperm(pages, generator=generator, device="cuda", dtype=torch.int32)[None],
+            segments=tuple(torch.tensor(values, dtype=torch.int32, device="cuda") for values in lens),
+            bounds={"total_q": tokens, "max_query_len": tokens, "max_seq_len": context},
+            num_valid_pages=(seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
+            scratch=torch.empty(tokens, NUM_HEADS, plan.prefill_score_columns, device="cuda"),
+            carrier=torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda"),
+            output=torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+        )
+
+    @property
+    def flops(self) -> float:
+        """Operations of the products that the causal mask leaves to one rank."""
+        tokens, context = self.bounds["total_q"], self.bounds["max_seq_len"]
+        return 2.0 * NUM_HEADS * HEAD_DIM * tokens * (context - (tokens - 1) / 2) / self.layout.world_size
+
+    def make_plan(self) -> MSAIcpScorePlan:
+        """Launch the planner."""
+        return self.plan.prefill_window_plan(0, *self.segments, **self.bounds)
+
+    def score(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
+        """Launch the scorer alone, as the facade does."""
+        msa_ops.msa_icp_index_score_sharded(
+            self.query,
+            keys,
+            self.block_table,
+            window,
+            rank=0,
+            max_score=self.scratch,
+            initialize=False,
+            tp=self.layout.world_size,
+            compact=self.layout.index_scale > 1,
+        )
+
+    def select(self) -> None:
+        """Launch the selection alone, as the facade does."""
+        columns = -(-self.bounds["max_seq_len"] // self.layout.page_size)
+        msa_ops.msa_icp_topk_select_prefill(
+            self.scratch[..., :columns],
+            self.num_valid_pages,
+            self.carrier,
+            force_end_blocks=1,
+            index_scale=self.plan.index_scale,
+            index_offset=self.plan.index_offset,
+        )
+
+    def local(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
+        """Launch scorer and selection."""
+        self.plan.prefill_local(
+            self.query, keys, self.block_table, window, self.scratch, self.num_valid_pages, self.carrier
+        )
+
+    def merge(self) -> None:
+        """Launch the merge, of this rank's own rows in place of every rank's."""
+        received = self.carrier.unflatten(0, (self.layout.world_size, self.layout.heads_per_rank))
+        self.plan.prefill_merge(received, self.num_valid_pages, self.output)
+
+
+def prefill_rows(layouts: Sequence[Layout], cases: Sequence[tuple[int, int]], *, cold: bool = True) -> Iterator[Row]:
+    """Planner, scorer, selection, merge and their chain for each ``(tokens, context)``; the exchange is not in it."""
+    for layout in layouts:
+        for tokens, context in cases:
+            case = PrefillCase.make(layout, tokens, context, cold=cold)
+            shape = {"layout": layout.title, "tokens": tokens, "ctx": context, "heads": NUM_HEADS, "cold": cold}
+            keys = at_least_min_calls(case.keys)
+            yield {"job": "prefill_plan", **shape, "us": graph_us([case.make_plan] * _MIN_CALLS)}
+            window = case.make_plan()
+            us = graph_us([lambda k=k, c=case, w=window: c.score(w, k) for k in keys])
+            yield {"job": "prefill_score", **shape, "us": us, "flops": case.flops, "tflops": case.flops / us / 1e6}
+            us = graph_us([case.select] * _MIN_CALLS)
+            size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.plan.index_scale).sum())
+            yield {"job": "prefill_select", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
+            us = graph_us([case.merge] * _MIN_CALLS)
+            yield {"job": "merge", **shape, "us": us, "note": "an exchanged carrier"}
+
+            def chain(key: torch.Tensor, c: PrefillCase = case, w: MSAIcpScorePlan = window) -> None:
+                c.local(w, key)
+                c.merge()
+
+            us = graph_us([lambda k=k: chain(k) for k in keys])
+            yield {"job": "prefill_chain", **shape, "us": us, "note": "score, select and merge, without the exchange"}
 
 
 def selection_rows() -> Iterator[Row]:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from .backends import find_backend
-from .backends.calls import Chain, MergeHalf, PublishHalf
-from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, ROW_WORDS, find_layout
+from .backends.calls import Chain, MergeHalf, PrefillLocal, PrefillMerge, PrefillPlan, PublishHalf
+from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SEGMENTS, NUM_HEADS, ROW_WORDS, find_layout
+from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     ceil_div,
     msa_icp_comm_layout,
     msa_icp_decode_score_columns,
     msa_icp_index_score_columns,
+    msa_icp_index_score_plan_storage,
     msa_icp_prefill_pool_bytes,
     require_int,
     require_page_size,
@@ -124,6 +126,17 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             "errors": (torch.int32, None),
         }
         self._backend = implementation
+        # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
+        storage = msa_icp_index_score_plan_storage(
+            num_qo_heads=NUM_HEADS,
+            total_q=self.prefill_window_tokens(),
+            batch=min(self.max_num_seqs, MAX_SEGMENTS),
+            device=self.device,
+        )
+        int64 = {"dtype": torch.int64, "device": self.device}
+        self._work_range = torch.zeros(self.max_prefill_windows, storage["work_range_numel"], **int64)
+        self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
+        self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
         self._checked_comm: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
@@ -336,6 +349,150 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._require_form(tagged)
         merge = MergeHalf(num_valid_pages, output)
         self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, None, merge))
+
+    def prefill_window_plan(
+        self,
+        window: int,
+        qo_segment_lens: torch.Tensor,
+        kv_segment_lens: torch.Tensor,
+        qo_segment_offsets: torch.Tensor,
+        kv_segment_offsets: torch.Tensor,
+        qo_offset: torch.Tensor,
+        *,
+        total_q: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> MSAIcpScorePlan:
+        """Plan one window of a step on the device, in the indexer's own storage.
+
+        Once per window and step; every layer uses the plan, which is valid until its window is planned again.
+
+        Parameters
+        ----------
+        window : int
+            Which of the step's windows, below ``max_prefill_windows``.
+        qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset : torch.Tensor
+            The window's segments, as ``msa_ops.msa_icp_index_score_sharded_plan_device`` takes them.
+        total_q, max_query_len, max_seq_len : int
+            Upper bounds, as there; at most ``prefill_window_tokens()`` tokens, ``max_num_seqs`` segments and
+            ``max_model_len`` keys a segment.
+
+        Returns
+        -------
+        MSAIcpScorePlan
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described; nothing has been launched then.
+        """
+        require_int("window", window, 0, self.max_prefill_windows - 1)
+        require_int("total_q", total_q, 1, self.prefill_window_tokens())
+        require_int("max_seq_len", max_seq_len, 1, self.max_model_len)
+        call = PrefillPlan(
+            qo_segment_lens,
+            kv_segment_lens,
+            qo_segment_offsets,
+            kv_segment_offsets,
+            qo_offset,
+            self._work_range[window],
+            self._work_info[window],
+            self._workspace,
+            NUM_HEADS,
+            total_q,
+            max_query_len,
+            max_seq_len,
+            self._work_range.shape[1],
+        )
+        if isinstance(qo_segment_lens, torch.Tensor) and qo_segment_lens.dim() == 1:
+            require_int("segments of qo_segment_lens", len(qo_segment_lens), 0, self.max_num_seqs)
+        self._backend.prefill_plan(call)
+        return call.plan()
+
+    def prefill_local(
+        self,
+        query: torch.Tensor,
+        index_k: torch.Tensor,
+        block_table: torch.Tensor,
+        window_plan: MSAIcpScorePlan,
+        score_scratch: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        carrier_view: torch.Tensor,
+        *,
+        pool: None = None,
+    ) -> None:
+        """One layer's local part of a prefill window: score this rank's keys, select into carrier rows.
+
+        The carrier goes through the caller's all-to-all, head by head to the heads' owners, and what arrives to
+        :meth:`prefill_merge`.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            float8_e4m3fn ``[T, 4, 128]`` with ``T == window_plan.total_q``, contiguous, 16-byte aligned.
+        index_k : torch.Tensor
+            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that
+            is a multiple of 16 bytes.
+        block_table : torch.Tensor
+            int32 ``[B, columns]``, unit last stride: page of each page column of a segment.
+        window_plan : MSAIcpScorePlan
+            From :meth:`prefill_window_plan`.
+        score_scratch : torch.Tensor
+            float32 ``[at least T, 4, at least the plan's score columns]``, see ``prefill_scratch_shape``.
+        num_valid_pages : torch.Tensor
+            int32 ``[T]``, B128 blocks that each token may select, 0 for padding.
+        carrier_view : torch.Tensor
+            int32 ``[4, T, 33]``: the window's tokens of the step's carrier.
+        pool : None
+            The fused chain's pool; there is no fused chain yet.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described; nothing has been launched then.
+        """
+        if pool is not None:
+            raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
+        require_score_plan("window_plan", window_plan)
+        self._backend.prefill_local(
+            PrefillLocal(
+                query,
+                index_k,
+                block_table,
+                window_plan,
+                self.rank,
+                self.world_size,
+                score_scratch,
+                num_valid_pages,
+                carrier_view,
+                self.init_blocks,
+                self.local_blocks,
+                self.index_scale,
+                self.index_offset,
+            )
+        )
+
+    def prefill_merge(self, received: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor) -> None:
+        """Merge what the ranks sent for the heads that this rank owns.
+
+        Parameters
+        ----------
+        received : torch.Tensor
+            int32 ``[world_size, heads_per_rank, T, 33]``: the carrier rows of every rank for this rank's heads.
+        num_valid_pages : torch.Tensor
+            int32 ``[T]``, contiguous.
+        output : torch.Tensor
+            int32 ``[T, heads_per_rank, 16]``, unit last stride: the selected blocks, ascending, with a tail of -1;
+            ``[0, -1, ...]`` for a token without valid pages.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described; nothing has been launched then.
+        """
+        self._backend.prefill_merge(
+            PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
+        )
 
 
 def prepare_msa_icp_indexer(

@@ -29,6 +29,16 @@ TAGGED_WORDS = 32
 """int64 words of a tagged receive row."""
 MAX_QUERY_LEN = 8
 """Query tokens per request that one decode launch takes."""
+ITEM_TOKENS = 64
+"""Query tokens of one segment that a prefill work item scores together."""
+UNIT_BLOCKS = 4
+"""Blocks of an item that a prefill plan gives out at a time."""
+MAX_SEGMENTS = 65536
+"""Segments a prefill window may have."""
+MAX_ITEMS = 65535
+"""Work items a prefill window may have."""
+MAX_ITEM_BLOCKS = 65535
+"""Block columns a work item may have."""
 MAX_FORCED_BLOCKS = TOP_K
 """Forced blocks of a selection, first and last together."""
 

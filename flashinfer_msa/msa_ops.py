@@ -11,8 +11,19 @@ from __future__ import annotations
 import torch
 
 from .backends import find_backend
-from .backends.calls import DecodeScore, Merge, SelectPublish
+from .backends.calls import (
+    DecodeScore,
+    Merge,
+    PrefillPlan,
+    PrefillScore,
+    SelectPrefill,
+    SelectPublish,
+    multiprocessors_of,
+)
+from .host_plan import make_host_plan
 from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
+from .layout import NUM_HEADS
+from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     msa_icp_comm_layout,
     msa_icp_decode_pool_bytes,
@@ -20,18 +31,24 @@ from .sizing import (
     msa_icp_index_score_columns,
     msa_icp_index_score_plan_storage,
     msa_icp_prefill_pool_bytes,
+    require_int,
 )
 
 __all__ = [
     "MSAIcpIndexerPlan",
+    "MSAIcpScorePlan",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",
     "msa_icp_decode_score_columns",
     "msa_icp_index_score_columns",
     "msa_icp_index_score_plan_storage",
+    "msa_icp_index_score_sharded",
+    "msa_icp_index_score_sharded_plan",
+    "msa_icp_index_score_sharded_plan_device",
     "msa_icp_merge_candidates",
     "msa_icp_prefill_pool_bytes",
+    "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "prepare_msa_icp_indexer",
 ]
@@ -255,5 +272,249 @@ def msa_icp_merge_candidates(
             tagged=expected_generations is not None,
             recv_slot=recv_slot,
             expected_generations=expected_generations,
+        )
+    )
+
+
+def msa_icp_index_score_sharded_plan(
+    qo_segment_lens: torch.Tensor,
+    kv_segment_lens: torch.Tensor,
+    num_qo_heads: int,
+    *,
+    qo_offset: torch.Tensor,
+    device: torch.device | str | None = None,
+    backend: str = "cake",
+) -> MSAIcpScorePlan:
+    """Plan a prefill window from lengths on the host. Allocates and copies: not for CUDA graphs.
+
+    Parameters
+    ----------
+    qo_segment_lens, kv_segment_lens : torch.Tensor
+        int32 ``[B]`` on the CPU, not negative: query tokens of each segment in the window, and its keys.
+    num_qo_heads : int
+        Index heads, 4.
+    qo_offset : torch.Tensor
+        int32 ``[B]`` on the CPU, not negative: position of each segment's first query token.
+    device : torch.device, optional
+        Device of the plan: the current CUDA device by default, the CPU for ``backend="torch"``.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Returns
+    -------
+    MSAIcpScorePlan
+        ``total_q`` is the sum of the query lengths, 1 where that is 0; limits are exact.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, a sum of lengths is not an int32, the window has more than 65536 segments,
+        65535 items of 64 tokens, 65535 blocks of keys a segment or ``2**31 - 1`` block columns of all items, or no
+        kernels are installed for the GPU.
+    """
+    implementation = find_backend(backend)
+    require_int("num_qo_heads", num_qo_heads, NUM_HEADS, NUM_HEADS)
+    if device is None:
+        device = "cuda" if backend == "cake" else "cpu"
+    resolved, _ = implementation.resolve_device(device)
+    return make_host_plan(qo_segment_lens, kv_segment_lens, qo_offset, resolved)
+
+
+def msa_icp_index_score_sharded_plan_device(
+    qo_segment_lens: torch.Tensor,
+    kv_segment_lens: torch.Tensor,
+    qo_segment_offsets: torch.Tensor,
+    kv_segment_offsets: torch.Tensor,
+    qo_offset: torch.Tensor,
+    num_qo_heads: int,
+    *,
+    total_q: int,
+    max_query_len: int,
+    max_seq_len: int,
+    packed_work_range: torch.Tensor,
+    packed_work_info: torch.Tensor,
+    workspace: torch.Tensor,
+    backend: str = "cake",
+) -> MSAIcpScorePlan:
+    """Plan a prefill window on the device, from lengths that the host need not know.
+
+    The plan refers to the tensors, and is valid until one of them is written: a CUDA graph that captures this call
+    plans anew at every replay, for any lengths within the bounds.
+
+    Parameters
+    ----------
+    qo_segment_lens, kv_segment_lens : torch.Tensor
+        int32 ``[B]``, contiguous: query tokens of each segment in the window (0 allowed), and its keys.
+    qo_segment_offsets, kv_segment_offsets : torch.Tensor
+        int32 ``[B + 1]``, contiguous: exclusive sums of the lengths.
+    qo_offset : torch.Tensor
+        int32 ``[B]``, contiguous. Token ``j`` of segment ``b`` is query row ``qo_segment_offsets[b] + j``, stands at
+        position ``qo_offset[b] + j``, and sees the keys up to its position, of ``kv_segment_lens[b]``.
+    num_qo_heads : int
+        Index heads, 4.
+    total_q, max_query_len, max_seq_len : int
+        Upper bounds of the query tokens of the window, of a segment's, and of a segment's keys,
+        ``0 < max_query_len <= total_q``. Keys beyond ``max_seq_len`` are not scored.
+    packed_work_range : torch.Tensor
+        int64, contiguous, one for each multiprocessor: written.
+    packed_work_info : torch.Tensor
+        int64, contiguous, of the size that ``msa_icp_index_score_plan_storage`` says: written.
+    workspace : torch.Tensor
+        uint8, contiguous, 16-byte aligned, at least 32 MiB: scratch of this call alone.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Returns
+    -------
+    MSAIcpScorePlan
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, the bounds allow more than 65536 segments, 65535 items of 64 tokens
+        (``ceil(total_q / 64) + min(B, total_q) - 1``), 65535 blocks of keys a segment or ``2**31 - 1`` block columns of
+        all items, or no kernels are installed for the GPU.
+    """
+    call = PrefillPlan(
+        qo_segment_lens=qo_segment_lens,
+        kv_segment_lens=kv_segment_lens,
+        qo_segment_offsets=qo_segment_offsets,
+        kv_segment_offsets=kv_segment_offsets,
+        qo_offset=qo_offset,
+        packed_work_range=packed_work_range,
+        packed_work_info=packed_work_info,
+        workspace=workspace,
+        num_qo_heads=num_qo_heads,
+        total_q=total_q,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        multiprocessors=multiprocessors_of(packed_work_range),
+    )
+    find_backend(backend).prefill_plan(call)
+    return call.plan()
+
+
+def msa_icp_index_score_sharded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: MSAIcpScorePlan,
+    *,
+    rank: int,
+    max_score: torch.Tensor,
+    sm_scale: float = 1.0,
+    initialize: bool = True,
+    tp: int = 2,
+    compact: bool = False,
+    enable_pdl: bool = False,
+    backend: str = "cake",
+) -> None:
+    """Score this rank's keys for the query tokens of a prefill window.
+
+    ``max_score[t, h, c]`` becomes the largest dot product of query ``(t, h)`` with the keys of column ``c`` that this
+    rank holds and token ``t`` sees; ``-inf`` where it sees none, and in columns of blocks that other ranks hold. NaN
+    products are ignored and ``-0.0`` is written as ``+0.0``. A column is a 128-token block; with ``compact`` it is a
+    256-token page, of which this rank holds block ``2 c + rank * 2 // tp``. A column lies within a token's causal
+    prefix if its block has a key that the token sees.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        float8_e4m3fn ``[T, 4, 128]`` with ``T == plan.total_q``, contiguous, 16-byte aligned.
+    k : torch.Tensor
+        float8_e4m3fn ``[pages, P / tp, 128]`` with a page size ``P`` of 128 or 256: dense rows, 16-byte aligned, a page
+        pitch of at least a page and a multiple of 16 bytes.
+    block_table : torch.Tensor
+        int32 ``[B, at least the plan's pages]``, unit last stride. Only entries of pages with visible keys are read.
+    plan : MSAIcpScorePlan
+        The window; its tensors are read on the device.
+    rank : int
+        This rank, below ``tp``.
+    max_score : torch.Tensor
+        float32 ``[T, 4, K]``, ``K >= plan.columns`` (half of that, rounded up, with ``compact``); unit last stride,
+        rows that do not overlap.
+    sm_scale : float
+        A finite number. Not applied: scores are unscaled, and their order does not depend on it.
+    initialize : bool
+        Write ``-inf`` everywhere first. Without it, columns past a token's causal prefix and rows of no segment are
+        left alone.
+    tp : int
+        World size, 2 or 4.
+    compact : bool
+        A column a page; for 256-token pages alone.
+    enable_pdl : bool
+        Launch as a programmatic dependent of the preceding kernel; nothing is read before it has completed.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, or no kernels are installed for the GPU.
+    """
+    implementation = find_backend(backend)
+    require_score_plan("plan", plan)
+    implementation.prefill_score(
+        PrefillScore(
+            q=q,
+            k=k,
+            block_table=block_table,
+            plan=plan,
+            rank=rank,
+            tp=tp,
+            max_score=max_score,
+            sm_scale=sm_scale,
+            initialize=initialize,
+            compact=compact,
+            enable_pdl=enable_pdl,
+        )
+    )
+
+
+def msa_icp_topk_select_prefill(
+    scores: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    carrier: torch.Tensor,
+    *,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    index_scale: int = 1,
+    index_offset: int = 0,
+    backend: str = "cake",
+) -> None:
+    """Select the 16 best local blocks of every (token, head) into carrier rows, for an exchange between the ranks.
+
+    Candidates, their order and the words of a row are those of ``msa_icp_topk_select_publish``; word 32 is 1.
+
+    Parameters
+    ----------
+    scores : torch.Tensor
+        float32 ``[T, 4, K]`` with ``0 < K < 12288``; unit last stride, rows that do not overlap.
+    num_valid_pages : torch.Tensor
+        int32 ``[T]``, contiguous: global B128 blocks of each token, 0 for padding.
+    carrier : torch.Tensor
+        int32 ``[4, T, 33]``, head-major, unit last stride, rows and heads that do not overlap: a token slice of a
+        larger buffer will do.
+    force_begin_blocks, force_end_blocks : int
+        Blocks at the start and at the end of a token's context that are always selected, at most 16 together.
+    index_scale, index_offset : int
+        Column ``c`` is global block ``c * index_scale + index_offset``.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, or no kernels are installed for the GPU.
+    """
+    find_backend(backend).select_prefill(
+        SelectPrefill(
+            scores=scores,
+            num_valid_pages=num_valid_pages,
+            carrier=carrier,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            index_scale=index_scale,
+            index_offset=index_offset,
         )
     )

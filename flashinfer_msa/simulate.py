@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ICP decode problems, and the answer by brute force over keys that were never sharded.
+"""Random ICP problems, and the answer by brute force over keys that were never sharded.
 
 The demo, the tests and the benchmarks share this module. Its answers share no code with the kernels or the torch
 reference.
@@ -7,13 +7,13 @@ reference.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from flashinfer_msa.indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
@@ -23,7 +23,13 @@ UNUSED_PAGE = 2**30
 """Block-table entry of a page that no key lives in: an address made from it faults."""
 NEAR_TIE = 1e-5
 """Scores closer than this part of ``sum |q| |k|`` may change places under FP32 accumulation."""
-_PAGES_PER_CHUNK = 512
+TENSOR_CORE_ERROR = 4e-4
+"""Part of ``sum |q| |k|`` by which warpgroup products of e4m3 are off: they accumulate in fewer bits than FP32."""
+TENSOR_CORE_WORST = 4 * 33 * 2.0**-13
+"""The part that cannot be exceeded: of its 32 products and the sum so far, each of 4 steps drops what lies more than 13
+bits below the largest."""
+_DOTS_PER_CHUNK = 1 << 25
+"""Dot products at once: 256 MiB of float64."""
 _E4M3_NAN = (0x7F, 0xFF)
 _E4M3_SPECIAL = (0x7E, 0xFE, 0x80)
 """Bits of 448, -448 and -0.0."""
@@ -50,13 +56,13 @@ def group_plans(layout: Layout, devices: Sequence[torch.device | str], **limits:
     return plans
 
 
-@dataclass(frozen=True)
-class DecodeProblem:
-    """One decode step of a batch, before its index keys are cut over the ranks.
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Query tokens of some requests, before their index keys are cut over the ranks.
 
     ``pages`` e4m3 ``[num_pages, page_size, 128]`` in key order, ``block_table`` int32 ``[B, columns]``, ``seq_lens``
-    int32 ``[B]``, ``index_q`` e4m3 ``[B * decode_query_len, 4, 128]``. ``page_pitch_extra`` bytes lie between the local
-    pages of a shard. A shorter ``seq_lens`` (``dataclasses.replace``) is an earlier step over the same cache.
+    int32 ``[B]`` the keys of each request, ``index_q`` e4m3 ``[T, 4, 128]``. ``page_pitch_extra`` bytes lie between the
+    local pages of a shard.
     """
 
     layout: Layout
@@ -64,54 +70,17 @@ class DecodeProblem:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     index_q: torch.Tensor
-    decode_query_len: int
     page_pitch_extra: int = 0
 
-    @classmethod
-    def random(
-        cls,
-        layout: Layout,
-        *,
-        seq_lens: Sequence[int],
-        decode_query_len: int,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        page_pitch_extra: int = 0,
-        block_table_extra_columns: int = 0,
-        special: bool = False,
-    ) -> DecodeProblem:
-        """Draw normal keys and queries; ``special`` sows NaN, +-448 and -0.0 among them.
+    @property
+    def rows(self) -> list[slice]:
+        """Rows of ``index_q`` that are each request's tokens."""
+        raise NotImplementedError
 
-        Pages are spread over the cache in random order. ``page_pitch_extra`` is in bytes, a multiple of 16.
-        """
-        if page_pitch_extra < 0 or page_pitch_extra % 16:
-            raise ValueError(f"page_pitch_extra must be a non-negative multiple of 16, was {page_pitch_extra}")
-        generator = torch.Generator(device).manual_seed(seed)
-        counts = [math.ceil(length / layout.page_size) for length in seq_lens]
-        num_pages = max(sum(counts), 1)
-        order = torch.randperm(num_pages, generator=generator, device=device, dtype=torch.int32)
-        columns = max(max(counts, default=0) + block_table_extra_columns, 1)
-        block_table = torch.full((len(counts), columns), UNUSED_PAGE, dtype=torch.int32, device=device)
-        start = 0
-        for request, count in enumerate(counts):
-            block_table[request, :count] = order[start : start + count]
-            start += count
-        pages = random_e4m3((num_pages, layout.page_size, HEAD_DIM), generator, special=special)
-        return cls(
-            layout=layout,
-            pages=pages,
-            block_table=block_table,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            index_q=random_e4m3((len(counts) * decode_query_len, NUM_HEADS, HEAD_DIM), generator, special=special),
-            decode_query_len=decode_query_len,
-            page_pitch_extra=page_pitch_extra,
-        )
-
-    @cached_property
+    @property
     def visible_keys(self) -> torch.Tensor:
         """Keys that each token sees, int32 ``[T]``."""
-        later = torch.arange(self.decode_query_len - 1, -1, -1, dtype=torch.int32, device=self.seq_lens.device)
-        return (self.seq_lens[:, None] - later).clamp(min=0).flatten()
+        raise NotImplementedError
 
     @cached_property
     def num_valid_pages(self) -> torch.Tensor:
@@ -130,6 +99,194 @@ class DecodeProblem:
         keys = [layout.global_key(rank, 0, row) for row in range(layout.rows)]
         local.copy_(self.pages.view(torch.uint8)[:, keys])
         return local.view(self.pages.dtype)
+
+
+def _random_cache(
+    layout: Layout, lengths: Sequence[int], longest: int, extra_columns: int, special: bool, generator: torch.Generator
+) -> dict[str, Any]:
+    """Draw ``pages`` for so many keys a request, spread over the cache in random order, and their ``block_table``.
+
+    The table has columns for ``longest`` keys, and extra ones.
+    """
+    counts = [math.ceil(length / layout.page_size) for length in lengths]
+    num_pages = max(sum(counts), 1)
+    device = generator.device
+    order = torch.randperm(num_pages, generator=generator, device=device, dtype=torch.int32)
+    columns = max(math.ceil(longest / layout.page_size) + extra_columns, 1)
+    block_table = torch.full((len(counts), columns), UNUSED_PAGE, dtype=torch.int32, device=device)
+    start = 0
+    for request, count in enumerate(counts):
+        block_table[request, :count] = order[start : start + count]
+        start += count
+    pages = random_e4m3((num_pages, layout.page_size, HEAD_DIM), generator, special=special)
+    return {"layout": layout, "pages": pages, "block_table": block_table}
+
+
+def _require_pitch(page_pitch_extra: int) -> None:
+    if page_pitch_extra < 0 or page_pitch_extra % 16:
+        raise ValueError(f"page_pitch_extra must be a non-negative multiple of 16, was {page_pitch_extra}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeProblem(Problem):
+    """One decode step of a batch: the last ``decode_query_len`` tokens of each request.
+
+    A shorter ``seq_lens`` (``dataclasses.replace``) is an earlier step over the same cache.
+    """
+
+    decode_query_len: int
+
+    @classmethod
+    def random(
+        cls,
+        layout: Layout,
+        *,
+        seq_lens: Sequence[int],
+        decode_query_len: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        page_pitch_extra: int = 0,
+        block_table_extra_columns: int = 0,
+        special: bool = False,
+    ) -> DecodeProblem:
+        """Draw normal keys and queries; ``special`` sows NaN, +-448 and -0.0 among them.
+
+        ``page_pitch_extra`` is in bytes, a multiple of 16.
+        """
+        _require_pitch(page_pitch_extra)
+        generator = torch.Generator(device).manual_seed(seed)
+        return cls(
+            **_random_cache(layout, seq_lens, max(seq_lens, default=0), block_table_extra_columns, special, generator),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            index_q=random_e4m3((len(seq_lens) * decode_query_len, NUM_HEADS, HEAD_DIM), generator, special=special),
+            decode_query_len=decode_query_len,
+            page_pitch_extra=page_pitch_extra,
+        )
+
+    @property
+    def rows(self) -> list[slice]:
+        """Rows of ``index_q`` that are each request's tokens."""
+        length = self.decode_query_len
+        return [slice(request * length, (request + 1) * length) for request in range(len(self.seq_lens))]
+
+    @cached_property
+    def visible_keys(self) -> torch.Tensor:
+        """Keys that each token sees, int32 ``[T]``."""
+        later = torch.arange(self.decode_query_len - 1, -1, -1, dtype=torch.int32, device=self.seq_lens.device)
+        return (self.seq_lens[:, None] - later).clamp(min=0).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillProblem(Problem):
+    """A prefill window: ``query_lens[b]`` tokens of each segment, from position ``positions[b]`` on.
+
+    ``index_q`` may hold more rows than the segments have tokens: padding.
+    """
+
+    query_lens: tuple[int, ...]
+    positions: tuple[int, ...]
+
+    @classmethod
+    def random(
+        cls,
+        layout: Layout,
+        *,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        positions: Sequence[int] | None = None,
+        padding: int = 0,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        page_pitch_extra: int = 0,
+        block_table_extra_columns: int = 0,
+        special: bool = False,
+    ) -> PrefillProblem:
+        """Draw normal keys and queries; ``special`` sows NaN, +-448 and -0.0 among them.
+
+        By default a segment's tokens are the last of its keys. ``padding`` rows of the query follow the segments'.
+        Pages without a key that a token sees do not exist.
+        """
+        _require_pitch(page_pitch_extra)
+        if positions is None:
+            positions = [kv - q for q, kv in zip(query_lens, kv_lens, strict=True)]
+        generator = torch.Generator(device).manual_seed(seed)
+        seen = [min(p + q, kv) if q else 0 for p, q, kv in zip(positions, query_lens, kv_lens, strict=True)]
+        return cls(
+            **_random_cache(layout, seen, max(kv_lens, default=0), block_table_extra_columns, special, generator),
+            seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+            index_q=random_e4m3((sum(query_lens) + padding, NUM_HEADS, HEAD_DIM), generator, special=special),
+            page_pitch_extra=page_pitch_extra,
+            query_lens=tuple(query_lens),
+            positions=tuple(positions),
+        )
+
+    @property
+    def rows(self) -> list[slice]:
+        """Rows of ``index_q`` that are each segment's tokens."""
+        ends = list(itertools.accumulate(self.query_lens, initial=0))
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+    @cached_property
+    def visible_keys(self) -> torch.Tensor:
+        """Keys that each token sees, int32 ``[T]``; 0 for padding."""
+        seen = torch.zeros(len(self.index_q), dtype=torch.int32, device=self.index_q.device)
+        for rows, position, kv_len in zip(self.rows, self.positions, self.seq_lens.tolist(), strict=True):
+            last = torch.arange(position + 1, position + 1 + rows.stop - rows.start, device=seen.device)
+            seen[rows] = last.clamp(min=0, max=kv_len).int()
+        return seen
+
+    @cached_property
+    def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query lengths, key lengths, offsets of both and positions, int32, as a plan takes them."""
+        device = self.index_q.device
+        lens = torch.tensor(self.query_lens, dtype=torch.int32, device=device)
+        zero = lens.new_zeros(1)
+        offsets = [torch.cat([zero, x.cumsum(0, dtype=torch.int32)]) for x in (lens, self.seq_lens)]
+        return lens, self.seq_lens, *offsets, torch.tensor(self.positions, dtype=torch.int32, device=device)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """The tightest ``total_q``, ``max_query_len`` and ``max_seq_len`` of a plan."""
+        return {
+            "total_q": max(len(self.index_q), 1),
+            "max_query_len": max([1, *self.query_lens]),
+            "max_seq_len": max([1, *self.seq_lens.tolist()]),
+        }
+
+    def windows(self, tokens: int) -> list[PrefillProblem]:
+        """Cut the step into windows of at most ``tokens`` query tokens; a segment may go on in the next window."""
+        total = sum(self.query_lens)
+        return [self._window(begin, min(begin + tokens, total)) for begin in range(0, total, tokens)]
+
+    def _window(self, begin: int, end: int) -> PrefillProblem:
+        parts = [
+            (segment, max(rows.start, begin), min(rows.stop, end))
+            for segment, rows in enumerate(self.rows)
+            if rows.start < end and rows.stop > begin
+        ]
+        chosen = [segment for segment, _, _ in parts]
+        return replace(
+            self,
+            block_table=self.block_table[chosen],
+            seq_lens=self.seq_lens[chosen],
+            index_q=self.index_q[begin:end],
+            query_lens=tuple(last - first for _, first, last in parts),
+            positions=tuple(self.positions[s] + first - self.rows[s].start for s, first, _ in parts),
+        )
+
+
+def share_cache(decode: DecodeProblem, prefill: PrefillProblem) -> tuple[DecodeProblem, PrefillProblem]:
+    """Return both problems over one cache that holds the pages of either."""
+    pages = torch.cat([decode.pages.view(torch.uint8), prefill.pages.view(torch.uint8)]).view(decode.pages.dtype)
+    used = prefill.block_table != UNUSED_PAGE
+    block_table = torch.where(used, prefill.block_table + len(decode.pages), prefill.block_table)
+    return replace(decode, pages=pages), replace(prefill, pages=pages, block_table=block_table)
+
+
+def exchange(carriers: Sequence[torch.Tensor], plan: MSAIcpIndexerPlan) -> torch.Tensor:
+    """What an all-to-all of every rank's carrier int32 ``[4, T, 33]`` brings to the rank of ``plan``."""
+    first = plan.rank * plan.heads_per_rank
+    return torch.stack([carrier[first : first + plan.heads_per_rank].to(plan.device) for carrier in carriers])
 
 
 def random_e4m3(shape: Sequence[int], generator: torch.Generator, *, special: bool = False) -> torch.Tensor:
@@ -165,32 +322,36 @@ class Expected(NamedTuple):
     forced: torch.Tensor
 
 
-def block_scores(problem: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def block_scores(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Score every key in float64: ``scores`` and ``bounds`` of :class:`Expected`."""
-    layout, query_len = problem.layout, problem.decode_query_len
-    seq_lens, visible = problem.seq_lens.tolist(), problem.visible_keys.tolist()
+    layout = problem.layout
+    seq_lens, visible = problem.seq_lens.tolist(), problem.visible_keys
     tokens = len(visible)
     blocks = problem.block_table.shape[1] * layout.page_size // BLOCK_TOKENS
     device = problem.pages.device
     scores = torch.full((tokens, NUM_HEADS, blocks), -torch.inf, dtype=torch.float64, device=device)
     bounds = torch.zeros_like(scores)
     raw_pages = problem.pages.view(torch.uint8)
-    for request, seq_len in enumerate(seq_lens):
-        used = problem.block_table[request, : math.ceil(seq_len / layout.page_size)].long()
-        for column in range(0, len(used), _PAGES_PER_CHUNK):
-            key = raw_pages[used[column : column + _PAGES_PER_CHUNK]].view(problem.pages.dtype).flatten(0, 1).double()
+    for request, rows in enumerate(problem.rows):
+        query = problem.index_q[rows].double()
+        if not len(query):
+            continue
+        seen = min(seq_lens[request], int(visible[rows].max()))
+        used = problem.block_table[request, : math.ceil(seen / layout.page_size)].long()
+        pages = max(1, _DOTS_PER_CHUNK // (len(query) * NUM_HEADS * layout.page_size))
+        for column in range(0, len(used), pages):
+            key = raw_pages[used[column : column + pages]].view(problem.pages.dtype).flatten(0, 1).double()
             first_key = column * layout.page_size
             span = slice(first_key // BLOCK_TOKENS, (first_key + len(key)) // BLOCK_TOKENS)
-            for token in range(request * query_len, (request + 1) * query_len):
-                query, seen = problem.index_q[token].double(), max(visible[token] - first_key, 0)
-                scores[token, :, span] = _block_max(query @ key.T, seen, -torch.inf)
-                bounds[token, :, span] = _block_max(query.abs() @ key.abs().T, seen, 0.0)
+            unseen = torch.arange(first_key, first_key + len(key), device=device) >= visible[rows, None]
+            scores[rows, :, span] = _block_max(query @ key.T, unseen, -torch.inf)
+            bounds[rows, :, span] = _block_max(query.abs() @ key.abs().T, unseen, 0.0)
 
     return scores, bounds
 
 
 def brute_force_top16(
-    problem: DecodeProblem,
+    problem: Problem,
     *,
     init_blocks: int,
     local_blocks: int,
@@ -201,27 +362,26 @@ def brute_force_top16(
     ``scored`` is ``block_scores(problem)``, for callers that select more than once.
     """
     scores, bounds = block_scores(problem) if scored is None else scored
-    valid = problem.num_valid_pages.tolist()
-    # A score is an FP32 number, so blocks tie that round to the same one.
-    rounded = scores.float().double().cpu().numpy()
-    ids = np.full((len(valid), NUM_HEADS, TOP_K), -1, dtype=np.int32)
-    forced = np.zeros(rounded.shape, dtype=bool)
-    for token, count in enumerate(valid):
-        block = np.arange(count)
-        forced[token, :, :count] = (block < init_blocks) | (block >= count - local_blocks)
-        for head in range(NUM_HEADS):
-            # The last key of lexsort is the most significant.
-            order = np.lexsort((block, -rounded[token, head, :count], ~forced[token, head, :count]))
-            chosen = np.sort(order[:TOP_K])
-            ids[token, head, : len(chosen)] = chosen
-    return Expected(torch.from_numpy(ids).to(scores.device), scores, bounds, torch.from_numpy(forced).to(scores.device))
+    valid = problem.num_valid_pages[:, None, None]
+    block = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    exists = (block < valid).expand(scores.shape)
+    forced = exists & ((block < init_blocks) | (block >= valid - local_blocks))
+    # A score is an FP32 number, so blocks tie that round to the same one. Stable sorts: ties keep the lower id first.
+    order = torch.argsort(scores.float(), dim=-1, descending=True, stable=True)
+    for first in (forced, exists):
+        order = order.gather(-1, torch.argsort(~first.gather(-1, order), dim=-1, stable=True))
+    best = order[..., :TOP_K]
+    last = scores.shape[-1]
+    chosen = best.masked_fill(~exists.gather(-1, best), last).sort(dim=-1).values
+    ids = chosen.new_full((*scores.shape[:2], TOP_K), -1, dtype=torch.int32)
+    ids[..., : chosen.shape[-1]] = chosen.masked_fill(chosen == last, -1).int()
+    return Expected(ids, scores, bounds, forced)
 
 
-def _block_max(dots: torch.Tensor, seen: int, empty: float) -> torch.Tensor:
-    """Largest number of each B128 block ``[4, blocks]`` among the first ``seen`` of ``dots`` ``[4, keys]``."""
-    dots[dots.isnan()] = empty
-    dots[:, seen:] = empty
-    return dots.view(NUM_HEADS, -1, BLOCK_TOKENS).amax(2)
+def _block_max(dots: torch.Tensor, unseen: torch.Tensor, empty: float) -> torch.Tensor:
+    """Largest number of each B128 block of ``dots`` ``[tokens, 4, keys]``, without NaN and keys that are unseen."""
+    dots.masked_fill_(dots.isnan() | unseen[:, None], empty)
+    return dots.unflatten(-1, (-1, BLOCK_TOKENS)).amax(-1)
 
 
 class Comparison(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from .layout import (
     BLOCK_TOKENS,
+    ITEM_TOKENS,
     MAX_BLOCKS,
     NUM_HEADS,
     NUM_SLOT_SETS,
@@ -23,13 +24,17 @@ from .layout import (
 _WORKSPACE_BYTES = 32 << 20
 _LIST_SPLITS = 128
 _ENTRY_BYTES = 8
-_ITEM_TOKENS = 64
 _ITEM_LIST_BYTES = 32 << 10
 
 
 def ceil_div(value: int, divisor: int) -> int:
     """``value / divisor``, rounded up."""
     return -(-value // divisor)
+
+
+def max_items(total_q: int, batch: int) -> int:
+    """Items of 64 query tokens that ``total_q`` tokens in ``batch`` segments make at most; empty segments make none."""
+    return ceil_div(total_q, ITEM_TOKENS) + min(batch, total_q) - 1 if batch else 0
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -148,7 +153,7 @@ def msa_icp_prefill_pool_bytes(
     require_int("total_q", total_q, 1)
     require_int("batch", batch, 1)
     require_int("num_heads", num_heads, NUM_HEADS, NUM_HEADS)
-    return (ceil_div(total_q, _ITEM_TOKENS) + batch - 1 + multiprocessor_count(device) - 1) * _ITEM_LIST_BYTES
+    return (ceil_div(total_q, ITEM_TOKENS) + batch - 1 + multiprocessor_count(device) - 1) * _ITEM_LIST_BYTES
 
 
 def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:

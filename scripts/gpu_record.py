@@ -71,10 +71,10 @@ def is_built() -> bool:
     try:
         found = installed.read_manifest(installed.DATA)
         found.launcher()
-        digests = {entry["layout"]: entry["source_digest"] for entry in found.cubins(ARCHITECTURE)}
+        digests = {Path(entry["file"]).stem: entry["source_digest"] for entry in found.cubins(ARCHITECTURE)}
     except (OSError, RuntimeError):
         return False
-    wanted = {unit.layout.name if unit.layout else None: source_digest(unit) for unit in units([ARCHITECTURE])}
+    wanted = {unit.name: source_digest(unit) for unit in units([ARCHITECTURE])}
     return digests == wanted and found.data["launcher"]["source_digest"] == launcher_digest()
 
 

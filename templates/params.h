@@ -49,20 +49,26 @@ struct DecodeScoreParams {
   int vector_stores;
 };
 
-struct SelectPublishParams {
+// The rows that a selection reads, and which of their columns are candidates.
+struct SelectParams {
   const float* scores;
   const int* num_valid_pages;
-  const long long* recv_bases;
-  int* generations;
-  int* errors;
-  FaultRecord* fault;
   long long score_token_stride;
   long long score_head_stride;
+  int tokens;
   int score_columns;
   int index_scale;
   int index_offset;
   int force_begin_blocks;
   int force_end_blocks;
+};
+
+struct SelectPublishParams {
+  SelectParams select;
+  const long long* recv_bases;
+  int* generations;
+  int* errors;
+  FaultRecord* fault;
   int rank;
   int world_size;
   int heads_per_rank;
@@ -91,6 +97,64 @@ struct MergeParams {
   int spin_limit;
   int rank;
   int slot;
+};
+
+// A tensor as the tensor copy engine knows it: what cuTensorMapEncodeTiled writes.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// A prefill window's work. Its segments are cut into items of kItemTokens query tokens, the blocks that an item sees into
+// units of kUnitBlocks, and the units of all items, in order, into one range a multiprocessor. An item is a word
+// `segment | tile << 16 | blocks << 32`, a range `item | unit << 16 | units << 32`: where it starts and how long it is.
+struct PrefillPlanParams {
+  const int* qo_segment_lens;
+  const int* kv_segment_lens;
+  const int* qo_offset;
+  long long* work_range;
+  long long* work_info;
+  int* first_item;  // of each segment; scratch
+  int* end_unit;    // of each item; scratch
+  int batch;
+  int max_items;
+  int max_blocks;
+  int num_ranges;
+};
+
+struct PrefillScoreParams {
+  TensorMap query_map;  // rows of all tokens and heads; where the kernel takes tensor maps
+  TensorMap key_map;    // pages of rows
+  const unsigned char* query;
+  const unsigned char* keys;
+  const int* block_table;
+  const int* qo_segment_lens;
+  const int* kv_segment_lens;
+  const int* qo_segment_offsets;
+  const int* qo_offset;
+  const long long* work_range;
+  const long long* work_info;
+  float* scores;
+  long long page_pitch;
+  long long table_stride;
+  long long score_token_stride;
+  long long score_head_stride;
+  int max_items;
+  int tokens;
+  int rank;
+};
+
+struct PrefillFillParams {
+  float* scores;
+  long long score_token_stride;
+  long long score_head_stride;
+  int score_columns;
+};
+
+struct SelectPrefillParams {
+  SelectParams select;
+  int* carrier;
+  long long carrier_head_stride;
+  long long carrier_row_stride;
 };
 
 }  // namespace msa_icp

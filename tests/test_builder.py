@@ -51,7 +51,7 @@ def unit(architecture: str = "sm_90a", symbol: str = "toy", scale: int = 3, **ke
     """A cubin of the toy template."""
     kernels = (Kernel("toy", symbol, kernel.get("threads", 128), kernel.get("shared_bytes", 0)),)
     context = {"scale": scale}
-    return Unit(ARCHITECTURES[architecture], LAYOUTS["p128_tp2"], "toy.cu.j2", kernels, context)
+    return Unit(ARCHITECTURES[architecture], "toy", LAYOUTS["p128_tp2"], "toy.cu.j2", kernels, context)
 
 
 class Toy:
@@ -106,8 +106,8 @@ def test_manifest_describes_the_files(toy: Toy) -> None:
     assert set(toy.contents()) == {
         "manifest.json",
         "libflashinfer_msa.so",
-        "sm_89/p128_tp2.cubin",
-        "sm_90a/p128_tp2.cubin",
+        "sm_89/toy_p128_tp2.cubin",
+        "sm_90a/toy_p128_tp2.cubin",
     }
     assert json.loads(result.path.read_text()) == result.manifest
     entry = result.manifest["cubins"][1]
@@ -154,13 +154,13 @@ def test_subset_keeps_what_is_current(toy: Toy) -> None:
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_89", "sm_90a"}
     toy.units["sm_89"] = unit("sm_89", scale=7)
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_90a"}
-    assert "sm_89/p128_tp2.cubin" not in toy.contents()
+    assert "sm_89/toy_p128_tp2.cubin" not in toy.contents()
 
 
 @needs_toolkit
 def test_subset_drops_a_damaged_file(toy: Toy) -> None:
     toy.build()
-    (toy.out / "sm_89" / "p128_tp2.cubin").write_bytes(b"damaged")
+    (toy.out / "sm_89" / "toy_p128_tp2.cubin").write_bytes(b"damaged")
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_90a"}
     assert toy.build().compiled == 0
     assert {entry["architecture"] for entry in toy.build().manifest["cubins"]} == {"sm_89", "sm_90a"}
@@ -170,7 +170,7 @@ def test_subset_drops_a_damaged_file(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (LOCAL_ARRAY, r"sm_90a/p128_tp2: kernel toy uses local memory: 256 bytes of stack"),
+        (LOCAL_ARRAY, r"sm_90a/toy_p128_tp2: kernel toy uses local memory: 256 bytes of stack"),
         (KERNEL.replace("toy(", "other("), r"toy\.cu\.j2 has no kernel toy"),
         ("#error broken on purpose", r"compilation failed:(.|\n)*broken on purpose"),
     ],

@@ -7,7 +7,17 @@ from typing import Any, Protocol
 
 import torch
 
-from .calls import Chain, DecodeScore, Merge, SelectPublish
+from .calls import (
+    Chain,
+    DecodeScore,
+    Merge,
+    PrefillLocal,
+    PrefillMerge,
+    PrefillPlan,
+    PrefillScore,
+    SelectPrefill,
+    SelectPublish,
+)
 
 
 class Backend(Protocol):
@@ -32,3 +42,18 @@ class Backend(Protocol):
 
     def decode(self, call: Chain) -> None:
         """Run the facade's chain, or the half of it that is called for."""
+
+    def prefill_plan(self, call: PrefillPlan) -> None:
+        """Cut a prefill window's work into ranges."""
+
+    def prefill_score(self, call: PrefillScore) -> None:
+        """Score local keys of a prefill window per page column or block."""
+
+    def select_prefill(self, call: SelectPrefill) -> None:
+        """Select each row's Top16 into carrier rows."""
+
+    def prefill_local(self, call: PrefillLocal) -> None:
+        """Run the facade's scorer and selection."""
+
+    def prefill_merge(self, call: PrefillMerge) -> None:
+        """Run the facade's merge of an exchanged carrier."""

@@ -9,7 +9,17 @@ import torch
 
 from ..runtime import loader, native
 from ..sizing import require_device
-from .calls import Chain, DecodeScore, Merge, SelectPublish
+from .calls import (
+    Chain,
+    DecodeScore,
+    Merge,
+    PrefillLocal,
+    PrefillMerge,
+    PrefillPlan,
+    PrefillScore,
+    SelectPrefill,
+    SelectPublish,
+)
 
 
 class CakeBackend:
@@ -51,3 +61,23 @@ class CakeBackend:
     def decode(self, call: Chain) -> None:
         """Launch the facade's chain."""
         native.call("decode", True, *call.arguments())
+
+    def prefill_plan(self, call: PrefillPlan) -> None:
+        """Launch the planner."""
+        native.call("prefill_plan", True, *call)
+
+    def prefill_score(self, call: PrefillScore) -> None:
+        """Launch the prefill scorer, after a fill where rows are initialized."""
+        native.call("prefill_score", True, *call.arguments())
+
+    def select_prefill(self, call: SelectPrefill) -> None:
+        """Launch the prefill selection."""
+        native.call("select_prefill", True, *call)
+
+    def prefill_local(self, call: PrefillLocal) -> None:
+        """Launch the facade's scorer and selection."""
+        native.call("prefill_local", True, *call.arguments())
+
+    def prefill_merge(self, call: PrefillMerge) -> None:
+        """Launch the facade's merge."""
+        native.call("prefill_merge", True, *call)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of each operation: its arguments, in the order in which the launcher takes them (``native/ops.cc``).
+"""One call of each operation: its arguments, in the order in which the launcher takes them (``native/``).
 
 ``flashinfer_msa.msa_ops`` documents them.
 """
@@ -9,6 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+from ..layout import BLOCK_TOKENS
+from ..score_plan import MSAIcpScorePlan
+from ..sizing import ceil_div, multiprocessor_count
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
@@ -131,3 +135,121 @@ class Chain(NamedTuple):
             recv, expected = (comm.tagged_recv, comm.expected_generations) if self.tagged else (comm.recv, None)
             arguments += (*merge, comm.errors, self.tagged, recv, expected)
         return arguments
+
+
+class PrefillPlan(NamedTuple):
+    """A call of the planner."""
+
+    qo_segment_lens: Tensor
+    kv_segment_lens: Tensor
+    qo_segment_offsets: Tensor
+    kv_segment_offsets: Tensor
+    qo_offset: Tensor
+    packed_work_range: Tensor
+    packed_work_info: Tensor
+    workspace: Tensor
+    num_qo_heads: int
+    total_q: int
+    max_query_len: int
+    max_seq_len: int
+    multiprocessors: int
+
+    def plan(self) -> MSAIcpScorePlan:
+        """The plan that a checked call makes."""
+        return MSAIcpScorePlan(
+            *self[:8],
+            total_q=self.total_q,
+            num_qo_heads=self.num_qo_heads,
+            batch=len(self.qo_segment_lens),
+            max_query_len=self.max_query_len,
+            columns=ceil_div(self.max_seq_len, BLOCK_TOKENS),
+        )
+
+
+class PrefillScore(NamedTuple):
+    """A call of the prefill scorer."""
+
+    q: Tensor
+    k: Tensor
+    block_table: Tensor
+    plan: MSAIcpScorePlan
+    rank: int
+    tp: int
+    max_score: Tensor
+    sm_scale: float
+    initialize: bool
+    compact: bool
+    enable_pdl: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return (*self[:3], *_plan_arguments(self.plan), *self[4:])
+
+
+class SelectPrefill(NamedTuple):
+    """A call of the prefill selection."""
+
+    scores: Tensor
+    num_valid_pages: Tensor
+    carrier: Tensor
+    force_begin_blocks: int
+    force_end_blocks: int
+    index_scale: int
+    index_offset: int
+
+
+class PrefillLocal(NamedTuple):
+    """A call of the facade's prefill scorer and selection."""
+
+    query: Tensor
+    index_k: Tensor
+    block_table: Tensor
+    plan: MSAIcpScorePlan
+    rank: int
+    world_size: int
+    score_scratch: Tensor
+    num_valid_pages: Tensor
+    carrier_view: Tensor
+    force_begin_blocks: int
+    force_end_blocks: int
+    index_scale: int
+    index_offset: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return (*self[:3], *_plan_arguments(self.plan), *self[4:])
+
+
+class PrefillMerge(NamedTuple):
+    """A call of the facade's merge of an exchanged carrier."""
+
+    received: Tensor
+    num_valid_pages: Tensor
+    output: Tensor
+    world_size: int
+    init_blocks: int
+    local_blocks: int
+
+
+def _plan_arguments(plan: MSAIcpScorePlan) -> tuple[Any, ...]:
+    """A plan's parts in the launcher's order."""
+    return (
+        plan.qo_segment_lens,
+        plan.kv_segment_lens,
+        plan.qo_segment_offsets,
+        plan.kv_segment_offsets,
+        plan.qo_offset,
+        plan.packed_work_range,
+        plan.packed_work_info,
+        plan.workspace,
+        plan.num_qo_heads,
+        plan.total_q,
+        plan.max_query_len,
+        plan.columns,
+        multiprocessors_of(plan.packed_work_range),
+    )
+
+
+def multiprocessors_of(tensor: Any) -> int:
+    """Multiprocessors of a tensor's device, 1 for what is not on one that has any: the launcher refuses that."""
+    return multiprocessor_count(tensor.device) if isinstance(tensor, Tensor) and tensor.is_cuda else 1

@@ -3,26 +3,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import find_layout
+from ..layout import BLOCK_TOKENS, Layout, find_layout
 from ..runtime import native
-from ..sizing import require_device
+from ..score_plan import MSAIcpScorePlan
+from ..sizing import ceil_div, max_items, require_device
 from . import reference
-from .calls import Chain, DecodeScore, Merge, SelectPublish
+from .calls import (
+    Chain,
+    DecodeScore,
+    Merge,
+    PrefillLocal,
+    PrefillMerge,
+    PrefillPlan,
+    PrefillScore,
+    SelectPrefill,
+    SelectPublish,
+)
 
 
 def _require_torch(call: NamedTuple) -> None:
     """Refuse what the launcher takes for a tensor, through DLPack, and torch code cannot use."""
-    for name, value in call._asdict().items():
-        if value is None or isinstance(value, int):
+    for name, value in _named_values(call):
+        if value is None or isinstance(value, (int, float)):
             continue
         if not isinstance(value, torch.Tensor) and hasattr(value, "__dlpack__"):
             raise ValueError(f"{name} must be a torch tensor, was of {type(value)}")
         if isinstance(value, torch.Tensor) and value.is_neg():
             raise ValueError(f"{name} must be resolved, was a tensor with a pending negation")
+
+
+def _named_values(call: NamedTuple) -> Iterator[tuple[str, Any]]:
+    """A call's arguments, a plan's fields among them."""
+    for name, value in call._asdict().items():
+        if isinstance(value, MSAIcpScorePlan):
+            yield from ((f"{name}.{field}", part) for field, part in vars(value).items())
+        else:
+            yield name, value
 
 
 def _fields(call: NamedTuple, *without: str) -> dict[str, Any]:
@@ -123,3 +144,90 @@ class TorchBackend:
                 prefill=False,
                 **here,
             )
+
+    @torch.inference_mode()
+    def prefill_plan(self, call: PrefillPlan) -> None:
+        """Plan in torch."""
+        native.call("prefill_plan", False, *call)
+        _require_torch(call)
+        batch = len(call.qo_segment_lens)
+        if batch > 0:
+            reference.prefill_plan(
+                call.qo_segment_lens,
+                call.kv_segment_lens,
+                call.qo_offset,
+                call.packed_work_range,
+                call.packed_work_info,
+                columns=ceil_div(call.max_seq_len, BLOCK_TOKENS),
+                max_items=max_items(call.total_q, batch),
+            )
+
+    @torch.inference_mode()
+    def prefill_score(self, call: PrefillScore) -> None:
+        """Score in torch."""
+        native.call("prefill_score", False, *call.arguments())
+        _require_torch(call)
+        if call.plan.batch > 0:
+            reference.prefill_index_score(
+                **_fields(call, "tp", "sm_scale", "enable_pdl"), layout=_layout_of(call.k, call.tp)
+            )
+
+    @torch.inference_mode()
+    def select_prefill(self, call: SelectPrefill) -> None:
+        """Select in torch."""
+        native.call("select_prefill", False, *call)
+        _require_torch(call)
+        if call.scores.shape[0] > 0:
+            reference.select_prefill(**call._asdict())
+
+    @torch.inference_mode()
+    def prefill_local(self, call: PrefillLocal) -> None:
+        """The facade's scorer and selection in torch."""
+        native.call("prefill_local", False, *call.arguments())
+        _require_torch(call)
+        plan, layout = call.plan, _layout_of(call.index_k, call.world_size)
+        if plan.batch == 0:
+            return
+        scores = call.score_scratch[: plan.total_q, :, : ceil_div(plan.columns, layout.index_scale)]
+        reference.prefill_index_score(
+            call.query,
+            call.index_k,
+            call.block_table,
+            plan,
+            scores,
+            layout=layout,
+            rank=call.rank,
+            initialize=False,
+            compact=layout.index_scale > 1,
+        )
+        reference.select_prefill(
+            scores,
+            call.num_valid_pages,
+            call.carrier_view,
+            force_begin_blocks=call.force_begin_blocks,
+            force_end_blocks=call.force_end_blocks,
+            index_scale=call.index_scale,
+            index_offset=call.index_offset,
+        )
+
+    @torch.inference_mode()
+    def prefill_merge(self, call: PrefillMerge) -> None:
+        """The facade's merge in torch."""
+        native.call("prefill_merge", False, *call)
+        _require_torch(call)
+        if call.num_valid_pages.numel() > 0:
+            reference.merge_candidates(
+                call.received,
+                call.num_valid_pages,
+                call.output,
+                None,
+                init_blocks=call.init_blocks,
+                local_blocks=call.local_blocks,
+                expected_generations=None,
+                prefill=True,
+            )
+
+
+def _layout_of(keys: torch.Tensor, world_size: int) -> Layout:
+    """The layout of checked keys."""
+    return find_layout(keys.shape[1] * world_size, world_size)

@@ -14,11 +14,26 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from flashinfer_msa.layout import HEAD_DIM, MAX_BLOCKS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, TAGGED_WORDS, TOP_K, Layout
+from flashinfer_msa.layout import (
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    ITEM_TOKENS,
+    MAX_BLOCKS,
+    NUM_HEADS,
+    NUM_SLOT_SETS,
+    ROW_WORDS,
+    TAGGED_WORDS,
+    TOP_K,
+    UNIT_BLOCKS,
+    Layout,
+)
 from flashinfer_msa.runtime.fault import Fault
+from flashinfer_msa.score_plan import MSAIcpScorePlan
 
 _PAGES_PER_CHUNK = 1024
 """Pages scored at once: at most 128 MiB of float64 keys."""
+_DOTS_PER_CHUNK = 1 << 26
+"""Dot products of a prefill window at once: at most 512 MiB of float64."""
 _FORCED, _CANDIDATE, _DROPPED = 0, 1, 2
 """Classes of a selection; a lower one ranks first whatever its score."""
 
@@ -65,6 +80,122 @@ def decode_index_score(
             ignored = unseen[:, None] | dots.isnan()
             # Adding zero turns -0.0 into +0.0.
             out[:, :, start:stop] = dots.masked_fill(ignored, -torch.inf).amax(-1) + 0.0
+
+
+def prefill_plan(
+    qo_segment_lens: torch.Tensor,
+    kv_segment_lens: torch.Tensor,
+    qo_offset: torch.Tensor,
+    packed_work_range: torch.Tensor,
+    packed_work_info: torch.Tensor,
+    *,
+    columns: int,
+    max_items: int,
+) -> None:
+    """Cut a window's work evenly over ``len(packed_work_range)`` ranges.
+
+    Lengths and positions are int32 ``[B]``. Segments are cut into items of 64 query tokens, the blocks that an item's
+    last token sees (at most ``columns``) into units of 4 blocks, and the units of all items, in order, into ranges
+    whose lengths differ by at most one. An item is packed as ``segment | tile << 16 | blocks << 32``, a range as
+    ``item | unit << 16 | units << 32``, its start and its length; an empty one is 0. At most ``max_items`` are planned.
+    """
+    lens = qo_segment_lens.long().clamp(min=0)
+    items = (lens + ITEM_TOKENS - 1) // ITEM_TOKENS
+    segment = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), items)[:max_items]
+    tile = torch.arange(len(segment), device=lens.device) - (items.cumsum(0) - items)[segment]
+    tokens = torch.minimum(lens[segment], (tile + 1) * ITEM_TOKENS)
+    seen = torch.minimum(qo_offset.long()[segment] + tokens, kv_segment_lens.long()[segment])
+    blocks = ((seen.clamp(min=0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS).clamp(max=columns)
+    packed_work_info[: len(segment)] = segment | tile << 16 | blocks << 32
+
+    end_unit = ((blocks + UNIT_BLOCKS - 1) // UNIT_BLOCKS).cumsum(0)
+    total, count = int(end_unit[-1]) if len(end_unit) else 0, len(packed_work_range)
+    cuts = total * torch.arange(count + 1, device=lens.device) // count
+    begin, units = cuts[:-1], cuts.diff()
+    first = torch.searchsorted(end_unit, begin, right=True)
+    before = torch.cat([end_unit.new_zeros(1), end_unit])[first]
+    packed_work_range.copy_(torch.where(units > 0, first | begin - before << 16 | units << 32, 0))
+
+
+def prefill_index_score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: MSAIcpScorePlan,
+    max_score: torch.Tensor,
+    *,
+    layout: Layout,
+    rank: int,
+    initialize: bool,
+    compact: bool,
+) -> None:
+    """Score the local keys of every page column, or of every block, for the tokens of a window.
+
+    ``q`` e4m3 ``[T, 4, 128]``, ``k`` e4m3 ``[pages, R, 128]``, ``block_table`` int32 ``[B, columns]``, ``max_score``
+    float32 ``[T, 4, K]``. A column is one of ``plan.columns`` blocks, or with ``compact`` a page. Of a token's rows the
+    columns are written whose blocks hold a key that it sees: blocks of other ranks as ``-inf``. ``initialize`` writes
+    ``-inf`` everywhere first.
+    """
+    if initialize:
+        max_score.fill_(-torch.inf)
+    page, scale, offset = layout.page_size, layout.index_scale, layout.index_offset(rank)
+    positions, starts = plan.qo_offset.tolist(), plan.qo_segment_offsets.tolist()
+    lens, kv_lens = plan.qo_segment_lens.tolist(), plan.kv_segment_lens.tolist()
+    device = q.device
+    row_position = layout.global_key(rank, 0, 0) + layout.row_stride * torch.arange(layout.rows, device=device)
+    for segment in range(plan.batch):
+        first, length = starts[segment], min(lens[segment], plan.total_q - starts[segment])
+        seen = positions[segment] + 1 + torch.arange(max(length, 0), device=device)
+        seen = seen.clamp(min=0, max=kv_lens[segment])
+        blocks = ((seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS).clamp(max=plan.columns)
+        pages = -(-max(blocks.tolist(), default=0) // scale)
+        out = max_score[first : first + length]
+        query = q[first : first + length].flatten(0, 1).double()
+        chunk = max(_DOTS_PER_CHUNK // max(len(query) * layout.rows, 1), 1)
+        for start in range(0, pages, chunk):
+            stop = min(start + chunk, pages)
+            # Few backends index float8, so the gather is one of bytes.
+            keys = k.view(torch.uint8)[block_table[segment, start:stop].long()].view(k.dtype)
+            # Exact: a product has 8 significant bits, and 128 of them span fewer than the 53 of a float64.
+            dots = (query @ keys.reshape(-1, HEAD_DIM).double().T).float()
+            dots = dots.view(length, NUM_HEADS, stop - start, layout.rows)
+            key_position = page * torch.arange(start, stop, device=device)[:, None] + row_position
+            unseen = key_position >= seen[:, None, None]
+            ignored = unseen[:, None] | dots.isnan()
+            # Adding zero turns -0.0 into +0.0.
+            best = dots.masked_fill_(ignored, -torch.inf).amax(-1) + 0.0
+            block = torch.arange(start, stop, device=device) * scale + offset
+            if not compact and scale > 1:
+                spread = best.new_full((length, NUM_HEADS, scale * (stop - start)), -torch.inf)
+                spread[..., offset::scale] = best
+                best, block = spread, torch.arange(start * scale, stop * scale, device=device)
+            columns = slice(start if compact else start * scale, None)
+            target = out[..., columns][..., : best.shape[-1]]
+            best, block = best[..., : target.shape[-1]], block[: target.shape[-1]]
+            target.copy_(torch.where((block < blocks[:, None])[:, None], best, target))
+
+
+def select_prefill(
+    scores: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    carrier: torch.Tensor,
+    *,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    index_scale: int,
+    index_offset: int,
+) -> None:
+    """Select as ``select_rows`` into the carrier int32 ``[4, T, 33]``, whose last word, the ready flag, becomes 1."""
+    words = select_rows(
+        scores,
+        num_valid_pages,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        index_scale=index_scale,
+        index_offset=index_offset,
+    )
+    carrier[..., :-1].copy_(words.transpose(0, 1))
+    carrier[..., -1] = 1
 
 
 def select_rows(
@@ -158,7 +289,7 @@ def merge_candidates(
     recv_slot: torch.Tensor,
     num_valid_pages: torch.Tensor,
     output: torch.Tensor,
-    errors: torch.Tensor,
+    errors: torch.Tensor | None,
     *,
     init_blocks: int,
     local_blocks: int,
@@ -172,7 +303,7 @@ def merge_candidates(
     ``recv_slot`` is one slot set: int32 ``[W, hpr, capacity, 33]``, or int64 ``[W, hpr, capacity, 32]`` with
     ``expected_generations`` int32 ``[hpr, capacity]``. ``output`` int32 ``[T, hpr, 16]`` gets ids in ascending order
     and a tail of -1. A row that has not arrived never will in here: it raises before anything is written. ``prefill``
-    reads an exchanged carrier, whose flags mean nothing.
+    reads an exchanged carrier, whose flags mean nothing; ``errors`` may be None then.
     """
     tokens = num_valid_pages.numel()
     rows = recv_slot[:, :, :tokens]

@@ -19,7 +19,8 @@ const TypeInfo& info(Type type) {
   static const TypeInfo infos[] = {{"torch.float8_e4m3fn", kDLFloat8_e4m3fn, 8},
                                    {"torch.float32", kDLFloat, 32},
                                    {"torch.int32", kDLInt, 32},
-                                   {"torch.int64", kDLInt, 64}};
+                                   {"torch.int64", kDLInt, 64},
+                                   {"torch.uint8", kDLUInt, 8}};
   return infos[static_cast<int>(type)];
 }
 
@@ -159,6 +160,18 @@ int64_t Call::integer(const char* name, int64_t low, int64_t high) {
   return argument->v_int64;
 }
 
+double Call::finite_number(const char* name) {
+  const TVMFFIAny* argument = take(name);
+  if (argument == nullptr) return 0;
+  const bool is_float = argument->type_index == kTVMFFIFloat;
+  const double value = is_float ? argument->v_float64 : static_cast<double>(argument->v_int64);
+  if ((!is_float && argument->type_index != kTVMFFIInt) || !__builtin_isfinite(value)) {
+    fail("%s must be a finite number, was %s", name, describe(*argument).chars);
+    return 0;
+  }
+  return value;
+}
+
 Tensor Call::tensor(const char* name, Type type, int dimensions) {
   const TVMFFIAny* argument = take(name);
   if (argument == nullptr) return Tensor{name, nullptr};
@@ -226,8 +239,14 @@ void Call::expect_shape(const Tensor& t, const char* shape, const int64_t* sizes
 
 void Call::expect_size(const Tensor& t, int axis, int64_t low, int64_t high, const char* why) {
   if (failed_ || !t || (t.size(axis) >= low && t.size(axis) <= high)) return;
-  fail("%s must have between %" PRId64 " and %" PRId64 " elements in dimension %d (%s), had shape %s", t.name, low,
-       high, axis, why, Text().add_list(t.dl->shape, t.dl->ndim).chars);
+  Text range;
+  if (high == INT64_MAX) {
+    range.add("at least %" PRId64, low);
+  } else {
+    range.add("between %" PRId64 " and %" PRId64, low, high);
+  }
+  fail("%s must have %s elements in dimension %d (%s), had shape %s", t.name, range.chars, axis, why,
+       Text().add_list(t.dl->shape, t.dl->ndim).chars);
 }
 
 void Call::expect_contiguous(const Tensor& t) {

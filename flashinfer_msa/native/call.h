@@ -11,7 +11,7 @@
 
 namespace msa_icp {
 
-enum class Type { kE4M3, kFloat32, kInt32, kInt64 };
+enum class Type { kE4M3, kFloat32, kInt32, kInt64, kUInt8 };
 
 // A tensor argument. Sizes and strides count elements; a dimension of one element has no stride to speak of.
 struct Tensor {
@@ -37,6 +37,7 @@ class Call {
   // Take the next argument.
   bool flag(const char* name);
   int64_t integer(const char* name, int64_t low, int64_t high);
+  double finite_number(const char* name);
   Tensor tensor(const char* name, Type type, int dimensions);
   Tensor optional_tensor(const char* name, Type type, int dimensions);
 

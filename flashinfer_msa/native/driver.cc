@@ -39,7 +39,8 @@ void load() {
                         resolve(library, "cuLaunchKernelEx", &d.cuLaunchKernelEx) &&
                         resolve(library, "cuStreamIsCapturing", &d.cuStreamIsCapturing) &&
                         resolve(library, "cuMemHostRegister_v2", &d.cuMemHostRegister) &&
-                        resolve(library, "cuMemHostGetDevicePointer_v2", &d.cuMemHostGetDevicePointer);
+                        resolve(library, "cuMemHostGetDevicePointer_v2", &d.cuMemHostGetDevicePointer) &&
+                        resolve(library, "cuTensorMapEncodeTiled", &d.cuTensorMapEncodeTiled);
   if (!complete) {
     failure = "the NVIDIA driver is too old: a driver of CUDA 12.0 or later is needed";
     return;

@@ -24,6 +24,7 @@ constexpr CUresult kCudaPeerAccessAlreadyEnabled = 704;
 constexpr int kAttributeMultiprocessorCount = 16, kAttributeComputeCapabilityMajor = 75;
 constexpr int kFunctionMaxDynamicShared = 8;
 constexpr unsigned kHostRegisterPortable = 1, kHostRegisterDeviceMap = 2;
+constexpr int kTensorMapUInt8 = 0, kTensorMapSwizzle128B = 3, kTensorMapPromotion128B = 2;
 constexpr unsigned kLaunchProgrammaticSerialization = 6;
 
 struct CUlaunchAttribute {
@@ -62,6 +63,9 @@ struct Driver {
   CUresult (*cuStreamIsCapturing)(CUstream, int*);
   CUresult (*cuMemHostRegister)(void*, size_t, unsigned);
   CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr*, void*, unsigned);
+  CUresult (*cuTensorMapEncodeTiled)(void* map, int type, uint32_t rank, const void* address, const uint64_t* sizes,
+                                     const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                                     int interleave, int swizzle, int l2_promotion, int fill);
 };
 
 // The driver, initialised; null with a reason in `*why` where there is none.

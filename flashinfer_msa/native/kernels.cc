@@ -146,7 +146,13 @@ const char* role_name(int role) {
                                                "merge_exchanged_2",
                                                "merge_legacy_4",
                                                "merge_tagged_4",
-                                               "merge_exchanged_4"};
+                                               "merge_exchanged_4",
+                                               "prefill_plan",
+                                               "prefill_fill",
+                                               "prefill_score",
+                                               "prefill_score_global",
+                                               "select_prefill_narrow",
+                                               "select_prefill_wide"};
   return names[role];
 }
 
@@ -194,6 +200,17 @@ Device* ready_device(Call& call) {
   return &device;
 }
 
+bool make_tensor_map(Call& call, TensorMap* map, const void* address, int dimensions, const uint64_t* sizes,
+                     const uint64_t* strides, const uint32_t* box) {
+  const Driver* d = require_driver(call);
+  if (d == nullptr) return false;
+  const uint32_t dense[] = {1, 1, 1};
+  return check(call, d,
+               d->cuTensorMapEncodeTiled(map, kTensorMapUInt8, static_cast<uint32_t>(dimensions), address, sizes,
+                                         strides, box, dense, 0, kTensorMapSwizzle128B, kTensorMapPromotion128B, 0),
+               "describing a tensor to the copy engine");
+}
+
 void launch(Call& call, Device* device, Launch* chain, int count) {
   const char* why;
   const Driver* d = driver(&why);
@@ -229,7 +246,7 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
   }
 }
 
-// add_layout(name, page_size, world_size, rows, page_bytes, heads_per_rank, index_scale)
+// add_layout(name, page_size, world_size, rows, page_bytes, index_scale)
 MSA_EXPORT __tvm_ffi_add_layout(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args + 1, count - 1);
   const TVMFFIByteArray name = text_argument(args[0]);
@@ -238,7 +255,6 @@ MSA_EXPORT __tvm_ffi_add_layout(void*, const TVMFFIAny* args, int32_t count, TVM
   info.world_size = static_cast<int>(call.integer("world_size", 1, INT32_MAX));
   info.rows = static_cast<int>(call.integer("rows", 1, INT32_MAX));
   info.page_bytes = static_cast<int>(call.integer("page_bytes", 1, INT32_MAX));
-  info.heads_per_rank = static_cast<int>(call.integer("heads_per_rank", 1, INT32_MAX));
   info.index_scale = static_cast<int>(call.integer("index_scale", 1, INT32_MAX));
   snprintf(info.name, sizeof(info.name), "%.*s", static_cast<int>(name.size), name.data);
   if (call.ok() && find_layout(info.page_size, info.world_size) == 0) {

@@ -21,14 +21,18 @@ enum Role : int {
   kDecodeScore = 0,
   kSelectPublish = kDecodeScore + kMaxQueryTiles,  // legacy and tagged for narrow rows, then for wide ones
   kMerge = kSelectPublish + 4,                     // legacy, tagged and exchanged for 2 ranks, then for 4
-  kNumRoles = kMerge + 6
+  kPrefillPlan = kMerge + 6,
+  kPrefillFill,
+  kPrefillScore,                       // a column a page, then a column a block
+  kSelectPrefill = kPrefillScore + 2,  // narrow rows, then wide ones
+  kNumRoles = kSelectPrefill + 2
 };
 
 const char* role_name(int role);
 
 // A layout's numbers, as flashinfer_msa/layout.py tells them.
 struct LayoutInfo {
-  int page_size, world_size, rows, page_bytes, heads_per_rank, index_scale;
+  int page_size, world_size, rows, page_bytes, index_scale;
   char name[32];
 };
 
@@ -64,6 +68,11 @@ struct Launch {
 // The device of `call`, with its kernels loaded (by the Python loader at first use); null with the call failed
 // otherwise. Its fault record and multiprocessor count go into parameters and grids.
 Device* ready_device(Call& call);
+
+// Describes a tensor of bytes to the tensor copy engine: `sizes` and `box` from the innermost dimension outwards,
+// `strides` those of all but the innermost, tiles swizzled by 128 bytes.
+bool make_tensor_map(Call& call, TensorMap* map, const void* address, int dimensions, const uint64_t* sizes,
+                     const uint64_t* strides, const uint32_t* box);
 
 // Launches the chain on torch's current stream of the call's device, in order.
 void launch(Call& call, Device* device, Launch* chain, int count);

@@ -34,7 +34,6 @@ def _load_library() -> Any:
             layout.world_size,
             layout.rows,
             layout.page_bytes,
-            layout.heads_per_rank,
             layout.index_scale,
         )
     module.set_loader(tvm_ffi.convert(_load_device))

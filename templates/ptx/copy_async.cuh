@@ -3,8 +3,6 @@ namespace ptx {
 
 constexpr unsigned kCopyArrivals = 32;
 
-__device__ __forceinline__ void fence_barrier_init() {}
-
 // Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {

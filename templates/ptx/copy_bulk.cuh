@@ -3,19 +3,13 @@ namespace ptx {
 
 constexpr unsigned kCopyArrivals = 1;
 
-// Makes initialised barriers visible to the copy engine, which writes them through the async proxy.
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 // Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
 // What is copied is read once, so it is the first to leave the L2 cache.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
   static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
   if (lane == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBytes)
-                 : "memory");
+    mbarrier_arrive_expecting(barrier, kBytes);
     asm volatile(
         "{\n"
         ".reg .b64 policy;\n"
