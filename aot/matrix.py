@@ -121,8 +121,8 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     item_rows = layouts.ITEM_TOKENS * layouts.NUM_HEADS
     keys = tuning.stages * KEY_TILE_ROWS * row_bytes
     staging = item_rows * (GROUP_COLUMNS + 2) * 4
-    # With tensor copies: an item's queries and their 32-byte description, and two barriers a buffer.
-    ring = item_rows * row_bytes + 32 + (1 + tuning.stages) * 2 * 8
+    # With tensor copies: an item's queries and their 32-byte description, and barriers: two a buffer, and one more.
+    ring = item_rows * row_bytes + 32 + (1 + (1 + tuning.stages) * 2) * 8
     shared = keys + staging + (ring if arch.wgmma else 0)
     # A column a page; and, where a page has more than one block, a column a block.
     forms = [("", False), *([("_global", True)] if layout.index_scale > 1 else [])]

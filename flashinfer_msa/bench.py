@@ -7,10 +7,11 @@ the captured graph, as the layers of a model do; a *warm* one repeats on the sam
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -281,23 +282,28 @@ def decode_rows(
 
 @dataclass
 class PrefillCase:
-    """One rank's prefill window of one segment: inputs for several layers, so that a graph reads cold keys."""
+    """One rank's prefill window: inputs for several layers, so that a graph over them reads cold keys.
+
+    ``segments`` are the query tokens of each segment and the keys that they are the last of.
+    """
 
     layout: Layout
+    segments: Sequence[tuple[int, int]]
     plan: MSAIcpIndexerPlan
     query: torch.Tensor
     keys: list[torch.Tensor]
     block_table: torch.Tensor
-    segments: tuple[torch.Tensor, ...]
-    bounds: dict[str, int]
+    lengths: tuple[torch.Tensor, ...]
     num_valid_pages: torch.Tensor
     scratch: torch.Tensor
     carrier: torch.Tensor
     output: torch.Tensor
 
     @classmethod
-    def make(cls, layout: Layout, tokens: int, context: int, *, cold: bool) -> PrefillCase:
-        """The last ``tokens`` of a segment of ``context`` random keys, in pages in random order."""
+    def make(cls, layout: Layout, segments: Sequence[tuple[int, int]], *, cold: bool) -> PrefillCase:
+        """Random keys in pages in random order."""
+        lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
+        tokens = sum(lens)
         plan = group_plans(
             layout,
             ["cuda"],
@@ -306,40 +312,57 @@ class PrefillCase:
             max_decode_tokens=1,
             max_decode_query_len=1,
             max_num_batched_tokens=tokens,
-            max_num_seqs=1,
-            max_model_len=context,
+            max_num_seqs=len(segments),
+            max_model_len=max(contexts),
             num_sparse_layers=4,
         )[0]
         generator = torch.Generator("cuda").manual_seed(0)
-        pages = -(-context // layout.page_size)
-        copies = 1 + -(-_COLD_BYTES // (pages * layout.page_bytes)) if cold else 1
-        keys = [random_e4m3((pages, layout.rows, HEAD_DIM), generator)]
+        counts = [-(-context // layout.page_size) for context in contexts]
+        copies = 1 + -(-_COLD_BYTES // (sum(counts) * layout.page_bytes)) if cold else 1
+        keys = [random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator)]
         keys += [keys[0].view(torch.uint8).clone().view(torch.float8_e4m3fn) for _ in range(copies - 1)]
-        lens = [[tokens], [context], [0, tokens], [0, context], [context - tokens]]
-        seen = context - tokens + 1 + torch.arange(tokens, device="cuda", dtype=torch.int32)
+        pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
+        positions = [context - length for length, context in segments]
+        offsets = [list(itertools.accumulate(values, initial=0)) for values in (lens, contexts)]
+        seen = [torch.arange(p + 1, c + 1, dtype=torch.int32) for p, c in zip(positions, contexts, strict=True)]
         return cls(
             layout=layout,
+            segments=segments,
             plan=plan,
             query=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
-            block_table=torch.randperm(pages, generator=generator, device="cuda", dtype=torch.int32)[None],
-            segments=tuple(torch.tensor(values, dtype=torch.int32, device="cuda") for values in lens),
-            bounds={"total_q": tokens, "max_query_len": tokens, "max_seq_len": context},
-            num_valid_pages=(seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
+            block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
+            lengths=tuple(
+                torch.tensor(values, dtype=torch.int32, device="cuda")
+                for values in (lens, contexts, *offsets, positions)
+            ),
+            num_valid_pages=(torch.cat(seen).cuda() + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
             scratch=torch.empty(tokens, NUM_HEADS, plan.prefill_score_columns, device="cuda"),
             carrier=torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda"),
             output=torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
         )
 
     @property
+    def shape(self) -> Row:
+        """What a row says of the case."""
+        tokens, context = sum(tokens for tokens, _ in self.segments), max(context for _, context in self.segments)
+        return {"layout": self.layout.title, "tokens": tokens, "ctx": context, "heads": NUM_HEADS}
+
+    @property
     def flops(self) -> float:
         """Operations of the products that the causal mask leaves to one rank."""
-        tokens, context = self.bounds["total_q"], self.bounds["max_seq_len"]
-        return 2.0 * NUM_HEADS * HEAD_DIM * tokens * (context - (tokens - 1) / 2) / self.layout.world_size
+        pairs = sum(tokens * (context - (tokens - 1) / 2) for tokens, context in self.segments)
+        return 2.0 * NUM_HEADS * HEAD_DIM * pairs / self.layout.world_size
 
     def make_plan(self) -> MSAIcpScorePlan:
         """Launch the planner."""
-        return self.plan.prefill_window_plan(0, *self.segments, **self.bounds)
+        return self.plan.prefill_window_plan(
+            0,
+            *self.lengths,
+            total_q=len(self.query),
+            max_query_len=max(tokens for tokens, _ in self.segments),
+            max_seq_len=self.shape["ctx"],
+        )
 
     def score(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
         """Launch the scorer alone, as the facade does."""
@@ -357,7 +380,7 @@ class PrefillCase:
 
     def select(self) -> None:
         """Launch the selection alone, as the facade does."""
-        columns = -(-self.bounds["max_seq_len"] // self.layout.page_size)
+        columns = -(-self.shape["ctx"] // self.layout.page_size)
         msa_ops.msa_icp_topk_select_prefill(
             self.scratch[..., :columns],
             self.num_valid_pages,
@@ -379,17 +402,24 @@ class PrefillCase:
         self.plan.prefill_merge(received, self.num_valid_pages, self.output)
 
 
-def prefill_rows(layouts: Sequence[Layout], cases: Sequence[tuple[int, int]], *, cold: bool = True) -> Iterator[Row]:
-    """Planner, scorer, selection, merge and their chain for each ``(tokens, context)``; the exchange is not in it."""
+def prefill_rows(
+    layouts: Sequence[Layout], cases: Sequence[tuple[int, int]], *, gemm_tflops: float, cold: bool = True
+) -> Iterator[Row]:
+    """Planner, scorer, selection, merge and their chain for each ``(tokens, context)``; the exchange is not in it.
+
+    ``gemm_tflops`` is the ceiling: an FP8 matrix product in the same run.
+    """
     for layout in layouts:
-        for tokens, context in cases:
-            case = PrefillCase.make(layout, tokens, context, cold=cold)
-            shape = {"layout": layout.title, "tokens": tokens, "ctx": context, "heads": NUM_HEADS, "cold": cold}
+        for segment in cases:
+            case = PrefillCase.make(layout, [segment], cold=cold)
+            shape = {**case.shape, "cold": cold}
             keys = at_least_min_calls(case.keys)
             yield {"job": "prefill_plan", **shape, "us": graph_us([case.make_plan] * _MIN_CALLS)}
             window = case.make_plan()
             us = graph_us([lambda k=k, c=case, w=window: c.score(w, k) for k in keys])
-            yield {"job": "prefill_score", **shape, "us": us, "flops": case.flops, "tflops": case.flops / us / 1e6}
+            tflops = case.flops / us / 1e6
+            speed = {"flops": case.flops, "tflops": tflops, "ceiling_ratio": tflops / gemm_tflops}
+            yield {"job": "prefill_score", **shape, "us": us, **speed}
             us = graph_us([case.select] * _MIN_CALLS)
             size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.plan.index_scale).sum())
             yield {"job": "prefill_select", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
@@ -402,6 +432,34 @@ def prefill_rows(layouts: Sequence[Layout], cases: Sequence[tuple[int, int]], *,
 
             us = graph_us([lambda k=k: chain(k) for k in keys])
             yield {"job": "prefill_chain", **shape, "us": us, "note": "score, select and merge, without the exchange"}
+
+
+def balance_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
+    """How evenly a window of one long segment and forty short ones keeps the multiprocessors busy."""
+    for layout in layouts:
+        case = PrefillCase.make(
+            layout, [(1024, 131072), *[(100, context) for context in range(200, 8200, 200)]], cold=False
+        )
+        window = case.make_plan()
+        whole = graph_us([lambda c=case, w=window: c.score(w, c.keys[0])] * _MIN_CALLS)
+        times = []
+        for index in range(len(window.packed_work_range)):
+            one = torch.zeros_like(window.packed_work_range)
+            one[index] = window.packed_work_range[index]
+            alone = replace(window, packed_work_range=one)
+            times.append(graph_us([lambda c=case, w=alone: c.score(w, c.keys[0])] * 3, replays=5))
+        yield {
+            "job": "prefill_score",
+            "name": "ragged window",
+            **case.shape,
+            "us": whole,
+            "flops": case.flops,
+            "tflops": case.flops / whole / 1e6,
+            "ceiling_ratio": statistics.mean(times) / max(times),
+            "cold": False,
+            "note": "1024 tokens of 128K and forty times 100 of 200 to 8000; the ratio is the mean time of a "
+            "multiprocessor's range to the longest, each run alone",
+        }
 
 
 def selection_rows() -> Iterator[Row]:

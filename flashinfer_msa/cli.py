@@ -4,38 +4,21 @@
 from __future__ import annotations
 
 import json
-import random
-import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from flashinfer_msa.aot.matrix import ARCHITECTURES
-from flashinfer_msa.layout import (
-    BLOCK_TOKENS,
-    LAYOUTS,
-    MAX_BLOCKS,
-    MAX_QUERY_LEN,
-    NUM_SLOT_SETS,
-    TOP_K,
-    Layout,
-)
+from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS, MAX_BLOCKS, MAX_QUERY_LEN, Layout
 from flashinfer_msa.version import __version__
 
 # torch takes seconds to import, and `list` and `build` do without it: the demo imports it where it starts.
 if TYPE_CHECKING:
     import torch
-
-    from flashinfer_msa.simulate import Comparison
-
-INIT_BLOCKS, LOCAL_BLOCKS = 1, 2
-"""Blocks that the demo forces at either end of a context."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,62 +40,112 @@ def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Se
 @click.option(
     "--layout", "layouts", multiple=True, callback=_parse_layouts, help="Such as p128-tp2; repeatable.  [default: all]"
 )
+@click.option("--prefill", is_flag=True, help="Prefill rather than decode, in windows.")
+@click.option("--mixed", is_flag=True, help="Decode and prefill in each step, over one cache.")
 @click.option("--backend", type=click.Choice(["auto", "cake", "torch"]), default="auto", show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Requests.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Requests of a decode step, and segments of a prefill step.",
+)
 @click.option(
     "--context",
     type=click.IntRange(1, MAX_BLOCKS * BLOCK_TOKENS),
     default=8192,
     show_default=True,
-    help="Keys of the longest request after the last step; the others are shorter at random.",
+    help="Keys of the longest request after the last step, and of the longest segment; others are shorter at random.",
 )
 @click.option(
     "--query-len",
     type=click.IntRange(1, MAX_QUERY_LEN),
     default=2,
     show_default=True,
-    help="Query tokens a request and step.",
+    help="Query tokens a request and decode step.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="Query tokens of a prefill step."
 )
 @click.option("--tagged/--legacy", default=None, help="Form of the receive rows.  [default: both]")
-@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Decode steps.")
+@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Steps.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", help="cpu, cuda (ranks spread over all GPUs), or cuda:N.  [default: cuda where there is one]")
 def demo(
     layouts: list[Layout],
+    prefill: bool,
+    mixed: bool,
     backend: str,
     batch: int,
     context: int,
     query_len: int,
+    tokens: int,
     tagged: bool | None,
     steps: int,
     seed: int,
     device: str | None,
 ) -> None:
-    """Decode as every rank of a group, and compare with a brute force over keys that were never sharded."""
+    """Decode or prefill as every rank of a group, and compare with a brute force over keys that were never sharded."""
+    if prefill and mixed:
+        raise click.UsageError("--prefill and --mixed exclude each other")
+    if prefill:
+        _reject_options(("tagged", "query_len"), "with --prefill")
+    elif not mixed:
+        _reject_options(("tokens",), "without --prefill or --mixed")
+    if (prefill or mixed) and tokens > batch * context:
+        raise click.UsageError(f"--tokens: must be at most --batch x --context, {batch * context}, was {tokens}")
+    from flashinfer_msa.demo import Demo, run_layout
     from flashinfer_msa.simulate import Comparison
 
     devices = _rank_devices(device)
     backend, reason = _choose_backend(backend, devices[0])
     console = Console()
     console.print(f"backend {backend} ({reason}), ranks on {', '.join(map(str, devices))}", highlight=False)
-    table = Table("layout", "row form")
-    for column in ("rows compared", "rows equal", "near ties", "wrong", "ms a step"):
+    # Headers are narrow, so that all columns fit a terminal of 80.
+    table = Table("layout", *([] if prefill else ["row\nform"]))
+    windows = ["windows"] if prefill or mixed else []
+    for column in (*windows, "rows\ncompared", "rows\nequal", "near\nties", "wrong", "ms a\nstep"):
         table.add_column(column, justify="right")
+    run = Demo(
+        backend=backend,
+        devices=devices,
+        batch=batch,
+        context=context,
+        query_len=0 if prefill else query_len,
+        tokens=tokens if prefill or mixed else 0,
+        steps=steps,
+        seed=seed,
+    )
     total = Comparison()
     forms = [False, True] if tagged is None else [tagged]
     for layout in layouts:
         try:
-            results = _run_layout(layout, forms, backend, devices, batch, context, query_len, steps, seed)
+            results = run_layout(run, layout, forms)
         except (ValueError, NotImplementedError, RuntimeError) as error:
             raise click.ClickException(f"{layout.title}: {error}") from error
-        for form, (counts, milliseconds) in results.items():
-            total = total.plus(counts)
-            table.add_row(layout.title, "tagged" if form else "legacy", *map(str, counts), f"{milliseconds:.3f}")
+        for result in results:
+            total = total.plus(result.counts)
+            cells = [layout.title]
+            if result.tagged is not None:
+                cells.append("tagged" if result.tagged else "legacy")
+            if result.windows:
+                cells.append(str(result.windows))
+            table.add_row(*cells, *map(str, result.counts), f"{result.milliseconds:.3f}")
     console.print(table)
     verdict = f"{total.equal} of {total.rows} rows equal, {total.near_ties} near ties, {total.wrong} wrong"
     console.print(f"{'FAILED' if total.wrong else 'ok'}: {verdict}", highlight=False)
     if total.wrong:
         raise SystemExit(1)
+
+
+def _reject_options(names: Sequence[str], when: str) -> None:
+    """Raise a usage error if one of these parameters of the running command was given an option."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name in names:
+            options = "/".join([*parameter.opts, *parameter.secondary_opts])
+            raise click.UsageError(f"{options} does nothing {when}")
 
 
 def _rank_devices(name: str | None) -> list[torch.device]:
@@ -157,136 +190,6 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     if architecture is None:
         return "torch", "no kernels for compute capability {}.{}".format(*capability)
     return "cake", f"{architecture} kernels are installed"
-
-
-@dataclass
-class _Rank:
-    """What one simulated rank holds."""
-
-    device: torch.device
-    plan: Any
-    index_k: torch.Tensor
-    block_table: torch.Tensor
-    scores: torch.Tensor
-    output: torch.Tensor
-
-
-def _run_layout(
-    layout: Layout,
-    forms: Sequence[bool],
-    backend: str,
-    devices: Sequence[torch.device],
-    batch: int,
-    context: int,
-    query_len: int,
-    steps: int,
-    seed: int,
-) -> dict[bool, tuple[Comparison, float]]:
-    """Run all steps; return counts and the median milliseconds of a step by row form (true: tagged)."""
-    import torch
-
-    from flashinfer_msa.comm import local_comm
-    from flashinfer_msa.simulate import Comparison, DecodeProblem, brute_force_top16, compare, group_plans, random_e4m3
-
-    lengths = random.Random(seed)
-    final_lens = [context, *(lengths.randint(1, context) for _ in range(batch - 1))]
-    last = DecodeProblem.random(
-        layout, seq_lens=final_lens, decode_query_len=query_len, device=devices[0], seed=seed, page_pitch_extra=16
-    )
-    tokens = batch * query_len
-    plans = group_plans(
-        layout,
-        devices,
-        init_blocks=INIT_BLOCKS,
-        local_blocks=LOCAL_BLOCKS,
-        max_decode_tokens=tokens,
-        max_decode_query_len=query_len,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=batch,
-        max_model_len=context,
-        num_sparse_layers=NUM_SLOT_SETS,
-        backend=backend,
-    )
-    ranks = []
-    for rank, plan in enumerate(plans):
-        device = plan.device
-        ranks.append(
-            _Rank(
-                device=device,
-                plan=plan,
-                index_k=last.shard(rank).to(device),
-                block_table=last.block_table.to(device),
-                scores=torch.empty(plan.decode_scores_shape(), device=device),
-                output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device=device),
-            )
-        )
-    comms = local_comm(plans)
-
-    counts = dict.fromkeys(forms, Comparison())
-    times: dict[bool, list[float]] = {form: [] for form in forms}
-    generator = torch.Generator(devices[0]).manual_seed(seed + 1)
-    for step in range(steps):
-        problem = replace(
-            last,
-            seq_lens=(last.seq_lens - (steps - 1 - step) * query_len).clamp(min=0),
-            index_q=random_e4m3(last.index_q.shape, generator),
-        )
-        expected = brute_force_top16(problem, init_blocks=INIT_BLOCKS, local_blocks=LOCAL_BLOCKS)
-        inputs = [
-            tuple(x.to(rank.device) for x in (problem.index_q, problem.seq_lens, problem.num_valid_pages))
-            for rank in ranks
-        ]
-        for form in forms:
-            slot: dict[str, Any] = {"slot": step % NUM_SLOT_SETS, "tagged": form, "enable_pdl": False}
-            clock = _Clock(devices)
-            # Ranks may share a device and a stream, so every publish is launched before any merge waits.
-            for rank, comm, (index_q, seq_lens, valid) in zip(ranks, comms, inputs, strict=True):
-                rank.plan.decode_publish(
-                    index_q,
-                    rank.index_k,
-                    rank.block_table,
-                    seq_lens,
-                    valid,
-                    rank.scores,
-                    comm=comm,
-                    decode_query_len=query_len,
-                    **slot,
-                )
-            for rank, comm, (_, _, valid) in zip(ranks, comms, inputs, strict=True):
-                rank.plan.decode_merge(valid, rank.output, comm=comm, **slot)
-            times[form].append(clock.stop())
-            output = torch.cat([rank.output.to(devices[0]) for rank in ranks], dim=1)
-            counts[form] = counts[form].plus(compare(output, expected))
-    return {form: (counts[form], statistics.median(times[form])) for form in forms}
-
-
-class _Clock:
-    """Milliseconds from construction to ``stop``: of the device by events, of the CPU by the wall."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        import torch
-
-        self._cuda = [device for device in devices if device.type == "cuda"]
-        self._synchronize()
-        if self._cuda:
-            self._stream = torch.cuda.current_stream(self._cuda[0])
-            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._begin.record(self._stream)
-        self._started = time.perf_counter()
-
-    def _synchronize(self) -> None:
-        import torch
-
-        for device in self._cuda:
-            torch.cuda.synchronize(device)
-
-    def stop(self) -> float:
-        if not self._cuda:
-            return 1e3 * (time.perf_counter() - self._started)
-        # The last merge of the first device ends after every rank has published.
-        self._end.record(self._stream)
-        self._synchronize()
-        return self._begin.elapsed_time(self._end)
 
 
 @main.command("list")

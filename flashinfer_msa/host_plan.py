@@ -10,7 +10,7 @@ import torch
 from .backends import reference
 from .layout import BLOCK_TOKENS, ITEM_TOKENS, MAX_ITEM_BLOCKS, MAX_ITEMS, MAX_SEGMENTS, NUM_HEADS
 from .score_plan import MSAIcpScorePlan
-from .sizing import ceil_div, max_items, msa_icp_index_score_plan_storage
+from .sizing import ceil_div, msa_icp_index_score_plan_storage
 
 _INT32_MAX = 2**31 - 1
 
@@ -25,7 +25,7 @@ def make_host_plan(
     batch, total_q = len(qo_segment_lens), max(int(qo_segment_lens.long().sum()), 1)
     max_seq_len = max(kv_segment_lens.tolist(), default=0)
     columns = max(ceil_div(max_seq_len, BLOCK_TOKENS), 1)
-    items = max_items(total_q, batch)
+    items = int(((qo_segment_lens.long() + ITEM_TOKENS - 1) // ITEM_TOKENS).sum())
     _require_at_most(f"qo_segment_lens must have at most {MAX_SEGMENTS} segments", batch, MAX_SEGMENTS)
     _require_at_most(f"qo_segment_lens must make at most {MAX_ITEMS} items of {ITEM_TOKENS} tokens", items, MAX_ITEMS)
     _require_at_most(f"kv_segment_lens must be at most {MAX_ITEM_BLOCKS} blocks", columns, MAX_ITEM_BLOCKS)
@@ -42,7 +42,7 @@ def make_host_plan(
         work_range,
         work_info,
         columns=columns,
-        max_items=max_items(total_q, batch),
+        max_items=items,
     )
     total_columns = int((work_info >> 32).sum())
     _require_at_most(
@@ -78,6 +78,10 @@ def _require_lengths(name: str, value: Any, count: int | None) -> None:
         raise ValueError(f"{name} must have shape {wanted}, was {list(value.shape)}")
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, had strides {value.stride()}")
+    try:
+        value.tolist()
+    except Exception as error:  # torch has many for a tensor that stands for none, or whose memory is gone
+        raise ValueError(f"{name} must be a tensor with memory, had none: {error}") from error
     if len(value) and int(value.min()) < 0:
         raise ValueError(f"{name} must not be negative, was {int(value.min())} at {int(value.argmin())}")
     total = int(value.long().sum())

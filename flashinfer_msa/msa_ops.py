@@ -354,7 +354,7 @@ def msa_icp_index_score_sharded_plan_device(
         Index heads, 4.
     total_q, max_query_len, max_seq_len : int
         Upper bounds of the query tokens of the window, of a segment's, and of a segment's keys,
-        ``0 < max_query_len <= total_q``. Keys beyond ``max_seq_len`` are not scored.
+        ``0 < max_query_len <= total_q``. Blocks beyond ``ceil(max_seq_len / 128)`` are not scored.
     packed_work_range : torch.Tensor
         int64, contiguous, one for each multiprocessor: written.
     packed_work_info : torch.Tensor

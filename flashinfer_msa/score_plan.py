@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .sizing import require_int
+
 
 @dataclass(frozen=True)
 class MSAIcpScorePlan:
@@ -54,5 +56,5 @@ def require_score_plan(name: str, value: Any) -> None:
     if not isinstance(value, MSAIcpScorePlan):
         raise ValueError(f"{name} must be an MSAIcpScorePlan, was {type(value)}")
     lens = value.qo_segment_lens
-    if isinstance(lens, torch.Tensor) and lens.dim() == 1 and value.batch != len(lens):
-        raise ValueError(f"{name}.batch must be the number of segments, {len(lens)}, was {value.batch!r}")
+    if isinstance(lens, torch.Tensor) and lens.dim() == 1:
+        require_int(f"{name}.batch", value.batch, len(lens), len(lens))

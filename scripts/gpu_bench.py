@@ -15,18 +15,23 @@ from flashinfer_msa import bench
 from flashinfer_msa.layout import LAYOUTS
 
 COLD_CASES = [(1, 131072, 1), (32, 131072, 1), (32, 131072, 4), (32, 131072, 8), (64, 131072, 1), (256, 32768, 1)]
+PREFILL_CASES = [(8192, 131072), (2048, 131072), (8192, 8192)]
 WARM_CASES = [(1, 8192, 1), (1, 131072, 1)]
 
 
 def main(output: str) -> None:
     """Measure everything and write it to ``output``."""
     layouts = list(LAYOUTS.values())
+    ceilings = list(bench.ceilings())
+    gemm_tflops = next(row["tflops"] for row in ceilings if row["name"] == "fp8_gemm")
     rows = []
     for row in chain(
-        bench.ceilings(),
+        ceilings,
         bench.decode_rows(layouts, COLD_CASES),
         bench.decode_rows(layouts, WARM_CASES, cold=False),
         bench.selection_rows(),
+        bench.prefill_rows(layouts, PREFILL_CASES, gemm_tflops=gemm_tflops),
+        bench.balance_rows(layouts),
         bench.host_rows(),
     ):
         row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}

@@ -52,11 +52,30 @@ def selection_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| | tokens x columns | time |", "|---|---|---|"]
     names = {"select_publish": "select + publish", "merge": "merge"}
     for row in rows:
-        if row["job"] in names:
+        if row["job"] in names and "heads" not in row:
             world = row["layout"].split("-")[1]
             lines.append(
                 f"| {names[row['job']]}, {world} | {row['tokens']} x {row['ctx'] // 128} | {row['us']:.1f} us |"
             )
+    return lines
+
+
+def prefill_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Scorer, selection, merge and chain by case and layout."""
+    lines = [
+        "| tokens of context | layout | plan | score | select | merge | score, select and merge |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if "heads" in row and "name" not in row:
+            cases.setdefault((row["tokens"], row["ctx"], row["layout"]), {})[row["job"]] = row
+    for (tokens, context, layout), jobs in cases.items():
+        score = jobs["prefill_score"]
+        cells = [f"{tokens} of {keys_text(context)}", layout, f"{jobs['prefill_plan']['us']:.1f} us"]
+        cells.append(f"{score['us']:.0f} us: {score['tflops']:.0f} TFLOP/s ({score['ceiling_ratio']:.0%})")
+        cells += [f"{jobs[job]['us']:.0f} us" for job in ("prefill_select", "merge", "prefill_chain")]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -86,6 +105,14 @@ def figures(record: dict[str, Any]) -> str:
         "",
         *selection_table(single["bench"]),
     ]
+    if any(row["job"] == "prefill_score" for row in single["bench"]):
+        lines += [
+            "",
+            "Prefill window of one segment, one rank, all four heads, cold keys, without the exchange. In brackets,",
+            "the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run:",
+            "",
+            *prefill_table(single["bench"]),
+        ]
     return "\n".join(lines)
 
 

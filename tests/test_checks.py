@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.layout import LAYOUTS
-from flashinfer_msa.simulate import DecodeProblem
+from flashinfer_msa.score_plan import MSAIcpScorePlan
+from flashinfer_msa.simulate import DecodeProblem, PrefillProblem
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (
@@ -63,10 +65,12 @@ def image(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors with memory among ``values``, and those of receive storage."""
+    """The tensors with memory among ``values``, and those of receive storage and of plans."""
     for value in values:
         if isinstance(value, MSAIcpComm):
             yield from tensors_in([getattr(value, rule.name) for rule in COMM_RULES])
+        elif isinstance(value, MSAIcpScorePlan):
+            yield from tensors_in(list(vars(value).values()))
         elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
             yield value
 
@@ -75,17 +79,30 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 class Call:
     """A call of a public function with valid arguments, and everything that it might write."""
 
-    function: Callable[..., None]
+    function: Callable[..., Any]
     arguments: dict[str, Any]
     watched: list[Any] = field(default_factory=list)
 
-    def __call__(self, **changes: Any) -> None:
-        self.function(**{**self.arguments, **changes})
+    def __call__(self, **changes: Any) -> Any:
+        return self.function(**self.changed(changes))
+
+    def __getitem__(self, argument: str) -> Any:
+        """An argument, or with a dot a field of one that is a plan."""
+        name, _, part = argument.partition(".")
+        return getattr(self.arguments[name], part) if part else self.arguments[name]
+
+    def changed(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with ``changes``, by the names that ``[]`` takes."""
+        values = dict(self.arguments)
+        for argument, value in changes.items():
+            name, _, part = argument.partition(".")
+            values[name] = replace(values[name], **{part: value}) if part else value
+        return values
 
     def images(self, **changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every byte within reach of the call with ``changes``, and a copy of it."""
-        reach = tensors_in([*{**self.arguments, **changes}.values(), *self.arguments.values(), *self.watched])
-        return [(image(tensor), image(tensor).clone()) for tensor in reach]
+        """The bytes within reach of the call with ``changes``, and a copy: all, of a planner's scratch the first."""
+        reach = tensors_in([*self.changed(changes).values(), *self.arguments.values(), *self.watched])
+        return [(image(tensor)[: 1 << 20], image(tensor)[: 1 << 20].clone()) for tensor in reach]
 
     def refuses(self, says: str, **changes: Any) -> str:
         """Assert a ``ValueError`` whose whole text matches ``says``, and that nothing was written."""
@@ -103,8 +120,123 @@ def problem_of(layout: str, tokens: int, query_len: int) -> DecodeProblem:
     return DecodeProblem.random(LAYOUTS[layout], seq_lens=lengths, decode_query_len=query_len)
 
 
+@cache
+def planner_scratch() -> torch.Tensor:
+    """Scratch that all planners share, as the reference needs none."""
+    return torch.zeros(32 << 20, dtype=torch.uint8)
+
+
+def window_of(layout: str, tokens: int) -> PrefillProblem:
+    """A window of ``tokens`` query tokens in at most three segments, one of them empty."""
+    lens = (1, 0, tokens - 1) if tokens > 1 else (1,) * tokens
+    kv_lens = (300, 9, 530)[: len(lens)]
+    # A window has at least one row.
+    return PrefillProblem.random(LAYOUTS[layout], query_lens=lens, kv_lens=kv_lens, padding=0 if tokens else 1)
+
+
+def make_plan_call(problem: PrefillProblem) -> Call:
+    """A valid call of the device planner, with room for no more items than its bounds allow."""
+    bounds, segments = problem.bounds, len(problem.query_lens)
+    items = math.ceil(bounds["total_q"] / 64) + min(segments, bounds["total_q"]) - 1 if segments else 0
+    names = ("qo_segment_lens", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "qo_offset")
+    arguments = {
+        **dict(zip(names, problem.segments, strict=True)),
+        "num_qo_heads": 4,
+        **bounds,
+        "packed_work_range": torch.full((1,), -1),
+        "packed_work_info": torch.full((items,), -1),
+        "workspace": planner_scratch(),
+        "backend": "torch",
+    }
+    return Call(msa_ops.msa_icp_index_score_sharded_plan_device, arguments)
+
+
+def make_prefill_call(operation: str, layout: str, tokens: int) -> Call:
+    """A valid call of a prefill operation."""
+    problem = window_of(layout, tokens)
+    shape, owned = problem.layout, problem.layout.heads_per_rank
+    limits = {**LIMITS, "world_size": shape.world_size, "page_size": shape.page_size}
+    indexer = msa_ops.prepare_msa_icp_indexer(**limits)
+    planner = make_plan_call(problem)
+    if operation == "plan":
+        return planner
+    if operation == "window_plan":
+        names = [rule.name for rule in SEGMENTS]
+        arguments = {"window": 0, **{name: planner[name] for name in (*names, *problem.bounds)}}
+        storage = [indexer._work_range, indexer._work_info, indexer._workspace]
+        return Call(indexer.prefill_window_plan, arguments, storage)
+    plan = planner()
+    valid = problem.num_valid_pages[:tokens]
+    keys, table = problem.shard(0), problem.block_table
+    plane = torch.full((plan.total_q, 4, plan.columns), 5.0)
+    if operation == "prefill_score":
+        arguments = {
+            "q": problem.index_q,
+            "k": keys,
+            "block_table": table,
+            "plan": plan,
+            "rank": 0,
+            "max_score": plane,
+            "sm_scale": 0.5,
+            "initialize": True,
+            "tp": shape.world_size,
+            "compact": False,
+            "enable_pdl": False,
+            "backend": "torch",
+        }
+        return Call(msa_ops.msa_icp_index_score_sharded, arguments)
+    if operation == "local":
+        arguments = {
+            "query": problem.index_q,
+            "index_k": keys,
+            "block_table": table,
+            "window_plan": plan,
+            "score_scratch": plane,
+            "num_valid_pages": problem.num_valid_pages,
+            "carrier_view": torch.full((4, plan.total_q, 33), -7, dtype=torch.int32),
+        }
+        return Call(indexer.prefill_local, arguments)
+    draw = torch.Generator().manual_seed(0)
+    arguments = {
+        "num_valid_pages": valid,
+        "carrier": torch.full((4, tokens, 33), -7, dtype=torch.int32),
+        "force_begin_blocks": 1,
+        "force_end_blocks": 2,
+        "index_scale": 1,
+        "index_offset": 0,
+        "backend": "torch",
+    }
+    select = Call(msa_ops.msa_icp_topk_select_prefill, arguments)
+    if operation == "select_prefill":
+        arguments["scores"] = torch.randn(tokens, 4, 7, generator=draw)
+        return select
+    received = torch.zeros(shape.world_size, owned, tokens, 33, dtype=torch.int32)
+    for rows in received:
+        select(scores=torch.randn(tokens, 4, 7, generator=draw))
+        rows.copy_(arguments["carrier"][:owned])
+    output = torch.full((tokens, owned, 16), -7, dtype=torch.int32)
+    if operation == "prefill_merge":
+        merge = {"received": received, "num_valid_pages": valid, "output": output}
+        return Call(indexer.prefill_merge, merge)
+    arguments = {
+        "recv_slot": received,
+        "num_valid_pages": valid,
+        "output": output,
+        "errors": torch.zeros(2, dtype=torch.int32),
+        "init_blocks": 1,
+        "local_blocks": 2,
+        "spin_limit": 7,
+        "enable_pdl": False,
+        "prefill": True,
+        "backend": "torch",
+    }
+    return Call(msa_ops.msa_icp_merge_candidates, arguments)
+
+
 def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: int = 2, capacity: int = 8) -> Call:
     """A valid call: ``name`` is the operation, with a trailing ``+`` for its tagged form."""
+    if name in PREFILL_CALLS:
+        return make_prefill_call(name, layout, tokens)
     operation, tagged = name.rstrip("+"), name.endswith("+")
     problem = problem_of(layout, tokens, query_len)
     shape, owned = problem.layout, problem.layout.heads_per_rank
@@ -185,6 +317,9 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
 
 CALLS = ("score", "publish", "publish+", "merge", "merge+")
 CALLS += ("decode", "decode+", "decode_publish", "decode_publish+", "decode_merge", "decode_merge+")
+PREFILL_FUNCTIONS = ("plan", "prefill_score", "select_prefill", "exchanged")
+PREFILL_CALLS = (*PREFILL_FUNCTIONS, "window_plan", "local", "prefill_merge")
+CALLS += PREFILL_CALLS
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -202,7 +337,8 @@ def test_the_base_calls_are_valid(name: str, layout: str) -> None:
 @dataclass(frozen=True)
 class Rule:
     """What a tensor argument must be. ``sized`` axes are checked against other arguments, and each slice of a ``rows``
-    axis must end before the next begins, unless the axes may come in ``any_order``."""
+    axis must end before the next begins, unless the axes may come in ``any_order``. The stride of a ``single`` element
+    is free."""
 
     name: str
     dtype: torch.dtype
@@ -213,6 +349,7 @@ class Rule:
     aligned: bool = False
     optional: bool = False
     any_order: bool = False
+    single: bool = False
 
 
 def score_rules(plane: str) -> tuple[Rule, ...]:
@@ -236,6 +373,32 @@ PUBLISH = (
 )
 RECV = Rule("recv_slot", torch.int32, 4, contiguous=False, sized=(0, 1, 3), rows=(0, 1, 2), any_order=True)
 ANY_VALID = replace(VALID, sized=())  # its length is the number of tokens
+SEGMENTS = (
+    Rule("qo_segment_lens", torch.int32, 1),  # its length is the number of segments
+    Rule("kv_segment_lens", torch.int32, 1, sized=(0,)),
+    Rule("qo_segment_offsets", torch.int32, 1, sized=(0,)),
+    Rule("kv_segment_offsets", torch.int32, 1, sized=(0,)),
+    Rule("qo_offset", torch.int32, 1, sized=(0,)),
+)
+PLAN = (
+    *SEGMENTS,
+    Rule("packed_work_range", torch.int64, 1, sized=(0,), single=True),
+    Rule("packed_work_info", torch.int64, 1),
+    Rule("workspace", torch.uint8, 1, aligned=True),
+)
+CARRIER = Rule("carrier", torch.int32, 3, contiguous=False, sized=(0, 1, 2), rows=(0, 1))
+
+
+def prefill_rules(query: str, keys: str, plan: str, plane: str) -> tuple[Rule, ...]:
+    return (
+        Rule(query, E4M3, 3, sized=(0, 1, 2), aligned=True),
+        Rule(keys, E4M3, 3, contiguous=False, sized=(1, 2), rows=(0,), aligned=True),
+        Rule("block_table", torch.int32, 2, contiguous=False, sized=(0,), rows=(0,)),
+        *(replace(rule, name=f"{plan}.{rule.name}") for rule in PLAN),
+        Rule(plane, torch.float32, 3, contiguous=False, sized=(0, 1) if plane == "max_score" else (1,), rows=(0, 1)),
+    )
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "score": score_rules("score_out"),
     "publish": PUBLISH,
@@ -252,6 +415,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "decode+": (*score_rules("scores"), VALID, OUTPUT),
     "decode_publish": (*score_rules("scores"), VALID),
     "decode_merge": (ANY_VALID, OUTPUT),
+    "plan": PLAN,
+    "prefill_score": prefill_rules("q", "k", "plan", "max_score"),
+    "select_prefill": (Rule("scores", torch.float32, 3, contiguous=False, sized=(1,), rows=(0, 1)), VALID, CARRIER),
+    "exchanged": (RECV, ANY_VALID, OUTPUT, ERRORS),
+    "window_plan": SEGMENTS,
+    "local": (
+        *prefill_rules("query", "index_k", "window_plan", "score_scratch"),
+        VALID,
+        replace(CARRIER, name="carrier_view"),
+    ),
+    "prefill_merge": (replace(RECV, name="received"), ANY_VALID, OUTPUT),
 }
 COMM_RULES = (
     Rule("recv", torch.int32, 5),
@@ -292,7 +466,7 @@ def strided(tensor: torch.Tensor, axis: int, stride: int) -> torch.Tensor:
 def resized(tensor: torch.Tensor, axis: int, change: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[axis] += change
-    return torch.zeros(shape).to(tensor.dtype)
+    return torch.zeros(shape, dtype=tensor.dtype)
 
 
 def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
@@ -300,7 +474,7 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
     for dtype in DTYPES:
         if dtype is not rule.dtype:
             says = re.escape(f"must be {rule.dtype}, was {dtype}")
-            yield str(dtype), lambda t, dtype=dtype, says=says: (torch.zeros(t.shape).to(dtype), says)
+            yield str(dtype), lambda t, dtype=dtype, says=says: (torch.zeros(t.shape, dtype=dtype), says)
 
     def ranked(change: Callable[[torch.Tensor], torch.Tensor]) -> Mutation:
         def mutate(t: torch.Tensor) -> tuple[Any, str]:
@@ -325,7 +499,7 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
         return f"had shape {listed(value.shape)} and strides {listed(value.stride())}"
 
     def spread(t: torch.Tensor) -> tuple[Any, str]:
-        value = torch.zeros(*t.shape[:-1], 2 * t.shape[-1]).to(t.dtype)[..., ::2]
+        value = torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)[..., ::2]
         want = "be contiguous" if rule.contiguous else "have stride 1 in its last dimension"
         return value, f"must {want}, {layout_of(value)}"
 
@@ -334,8 +508,9 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
         want = "be contiguous" if rule.contiguous else "have stride 1 in its last dimension"
         return value, f"must {want}, {layout_of(value)}"
 
-    yield "every second element", spread
-    yield "one element repeated", repeated
+    if not rule.single:
+        yield "every second element", spread
+        yield "one element repeated", repeated
     if rule.contiguous and rule.rank > 1:
 
         def padded(t: torch.Tensor) -> tuple[Any, str]:
@@ -396,8 +571,8 @@ def tensor_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "argument", "mutate"), list(tensor_cases()))
 def test_bad_tensors_are_refused(name: str, argument: str, mutate: Mutation) -> None:
     call = make_call(name)
-    value, says = mutate(call.arguments[argument])
-    call.refuses(f"{argument} {says}", **{argument: value})
+    value, says = mutate(call[argument])
+    call.refuses(f"{re.escape(argument)} {says}", **{argument: value})
 
 
 @pytest.mark.parametrize(
@@ -405,8 +580,8 @@ def test_bad_tensors_are_refused(name: str, argument: str, mutate: Mutation) -> 
 )
 def test_numpy_arrays_are_refused(name: str, argument: str) -> None:
     call = make_call(name)
-    value = np.zeros_like(call.arguments[argument].numpy())
-    call.refuses(f"{argument} must be .*tensor.*, was .*", **{argument: value})
+    value = np.zeros_like(call[argument].numpy())
+    call.refuses(f"{re.escape(argument)} must be .*tensor.*, was .*", **{argument: value})
 
 
 ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
@@ -441,6 +616,34 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     ("merge", "expected_generations", lambda a: torch.zeros(2, 8).int(), "recv_slot must be .*int64, was .*int32"),
     ("merge+", "expected_generations", lambda a: None, "recv_slot must be .*int32, was .*int64"),
     ("merge+", "prefill", lambda a: True, "expected_generations must be None with prefill=True, was a tensor"),
+    ("exchanged", "recv_slot", lambda a: a["recv_slot"][:, :, :3], "num_valid_pages must have at most .*3 .*, had 4"),
+    # Plans: the number of segments comes from one tensor, the items from two bounds.
+    ("plan", "qo_segment_lens", lambda a: a["qo_segment_lens"][:2], r"kv_segment_lens must .*\[2\], was \[3\]"),
+    ("window_plan", "qo_segment_lens", lambda a: a["qo_segment_lens"][:2], r"kv_segment_lens must .*\[2\], was \[3\]"),
+    ("plan", "packed_work_info", lambda a: a["packed_work_info"][1:], r"packed_work_info .*at least 3 .*shape \[2\]"),
+    ("plan", "workspace", lambda a: a["workspace"][16:], r"workspace must .*at least 33554432 .*shape \[33554416\]"),
+    # Keys of a window.
+    ("prefill_score", "k", lambda a: strided(a["k"], 0, 8200), "k must .* multiple of 16.*8200.*"),
+    ("prefill_score", "k", lambda a: strided(a["k"], 1, 144), "k must have dense rows .*128.*, had .*144.*"),
+    ("prefill_score", "k", lambda a: a["k"][:0], r"k must have .*1 .*had shape \[0, 64, 128\]"),
+    ("prefill_score", "k", lambda a: torch.zeros(2, 96, 128).to(E4M3), r"k must have 128 / 2 or 256 / 2 .*96, 128\]"),
+    ("prefill_score", "k", lambda a: torch.zeros(2, 2**16, 128).to(E4M3), "k must have 128 / 2 or 256 / 2 .*65536.*"),
+    ("local", "index_k", lambda a: torch.zeros(2, 128, 128).to(E4M3), "index_k must have 64 rows a page, had 128"),
+    ("local", "index_k", lambda a: torch.zeros(2, 32, 128).to(E4M3), "index_k must have 128 / 2 or 256 / 2 .*32.*"),
+    ("local", "index_k", lambda a: strided(a["index_k"], 0, 8200), "index_k must .* multiple of 16.*8200.*"),
+    ("prefill_score", "block_table", lambda a: a["block_table"][:, :4], r"block_table must .*at least 5 .*\[3, 4\]"),
+    ("local", "block_table", lambda a: a["block_table"][:, :4], r"block_table must .*at least 5 .*\[3, 4\]"),
+    # Scores of a window.
+    ("prefill_score", "max_score", lambda a: a["max_score"][..., :4], r"max_score must have .*5 .*\[4, 4, 4\]"),
+    ("local", "score_scratch", lambda a: a["score_scratch"][..., :4], r"score_scratch must have .*5 .*\[4, 4, 4\]"),
+    ("local", "score_scratch", lambda a: a["score_scratch"][:3], r"score_scratch must have .*4 .*\[3, 4, 5\]"),
+    ("select_prefill", "scores", lambda a: a["scores"][..., :0], r"scores must .*1 and 12287.*\[4, 4, 0\]"),
+    ("select_prefill", "scores", lambda a: torch.zeros(4, 4, 12288), r"scores must .*1 and 12287.*\[4, 4, 12288\]"),
+    ("select_prefill", "scores", lambda a: a["scores"][:3], r"num_valid_pages must have .*\[3\], was \[4\]"),
+    # Another group's exchange.
+    ("prefill_merge", "received", lambda a: torch.zeros(4, 1, 4, 33).int(), r"received must .*\[2,.*\[4, 1, 4, 33\]"),
+    ("prefill_merge", "received", lambda a: a["received"][:, :, :3], "num_valid_pages must have at most .*3 .*, had 4"),
+    ("prefill_merge", "num_valid_pages", lambda a: a["num_valid_pages"][1:], r"output must have .*3.*was \[4.*"),
 )  # fmt: skip
 
 
@@ -456,10 +659,24 @@ def test_pdl_is_refused_for_an_exchanged_carrier() -> None:
     make_call("merge").refuses("enable_pdl must be False with prefill=True, was True", prefill=True, enable_pdl=True)
 
 
-def test_a_pending_negation_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    (
+        ("publish", "scores"),
+        ("plan", "qo_offset"),
+        ("prefill_score", "max_score"),
+        ("prefill_score", "plan.qo_offset"),
+        ("select_prefill", "carrier"),
+        ("window_plan", "kv_segment_lens"),
+        ("local", "window_plan.qo_segment_lens"),
+        ("prefill_merge", "received"),
+    ),
+)
+def test_a_pending_negation_is_refused(name: str, argument: str) -> None:
     # The memory of such a tensor holds other values than the tensor.
-    call = make_call("publish")
-    call.refuses("scores must be .*, was .*negation.*", scores=torch._neg_view(call.arguments["scores"]))
+    call = make_call(name)
+    says = f"{re.escape(argument)} must be .*, was .*negation.*"
+    call.refuses(says, **{argument: torch._neg_view(call[argument])})
 
 
 # --- numbers, flags, names --------------------------------------------------------------------------------------------
@@ -490,6 +707,13 @@ MERGE_NUMBERS = {
 }
 SLOT = {"slot": (0, 2, r"be in \[0, 2\]")}
 QUERY_LEN = {"decode_query_len": (1, 3, r"be in \[1, 3\]")}
+SELECT_NUMBERS = ("force_begin_blocks", "force_end_blocks", "index_scale", "index_offset")
+PLAN_NUMBERS = {
+    "num_qo_heads": (4, 4, r"be in \[4, 4\]"),
+    "total_q": (1, INT32_MAX // 4, rf"be in \[1, {INT32_MAX // 4}\]"),
+    "max_query_len": (1, 4, r"be in \[1, 4\]"),
+}
+PLAN_FIELDS = {**PLAN_NUMBERS, "columns": (1, 65535, r"be in \[1, 65535\]")}
 NUMBERS: dict[str, dict[str, tuple[int, int, str]]] = {
     "score": SCORE_NUMBERS,
     "publish": PUBLISH_NUMBERS,
@@ -497,9 +721,25 @@ NUMBERS: dict[str, dict[str, tuple[int, int, str]]] = {
     "decode": {**SLOT, **QUERY_LEN},
     "decode_publish": {**SLOT, **QUERY_LEN},
     "decode_merge": SLOT,
+    "plan": {**PLAN_NUMBERS, "max_seq_len": (1, 65535 * 128, rf"be in \[1, {65535 * 128}\]")},
+    "prefill_score": {
+        "rank": (0, 1, r"be in \[0, 1\]"),
+        "tp": (2, 4, "be .*2.*4"),
+        **{f"plan.{name}": numbers for name, numbers in PLAN_FIELDS.items()},
+    },
+    "select_prefill": {name: PUBLISH_NUMBERS[name] for name in SELECT_NUMBERS},
+    "exchanged": MERGE_NUMBERS,
+    "window_plan": {
+        "window": (0, 0, r"be in \[0, 0\]"),
+        "total_q": (1, 100, r"be in \[1, 100\]"),
+        "max_query_len": (1, 4, r"be in \[1, 4\]"),
+        "max_seq_len": (1, 1000, r"be in \[1, 1000\]"),
+    },
+    "local": {f"window_plan.{name}": numbers for name, numbers in PLAN_FIELDS.items()},
 }
+DECODE_CALLS = ("score", "publish", "merge", "decode", "decode_publish", "decode_merge")
 # Between the lowest and the highest, but not allowed.
-HOLES = {"world_size": (3,), "page_size": (64, 192)}
+HOLES = {"world_size": (3,), "tp": (3,), "page_size": (64, 192)}
 EVERY_NUMBER = [(name, argument) for name, numbers in NUMBERS.items() for argument in numbers]
 
 
@@ -509,13 +749,13 @@ def test_numbers_out_of_range_are_refused(name: str, argument: str) -> None:
     call = make_call(name)
     for value in (low - 1, high + 1, -1, -(2**31), 2**31, 2**40, *HOLES.get(argument, ())):
         if not low <= value <= high or value in HOLES.get(argument, ()):
-            call.refuses(f"{argument} must {want}, was {value}", **{argument: value})
+            call.refuses(f"{re.escape(argument)} must {want}, was {value}", **{argument: value})
 
 
 @pytest.mark.parametrize(("name", "argument"), EVERY_NUMBER)
 def test_numbers_of_another_type_are_refused(name: str, argument: str) -> None:
     call = make_call(name)
-    valid = call.arguments[argument]
+    valid = call[argument]
     for value, words in (
         (True, "True"),
         (float(valid), f".*{valid}.*"),
@@ -525,7 +765,7 @@ def test_numbers_of_another_type_are_refused(name: str, argument: str) -> None:
         (torch.tensor(valid), ".*tensor.*"),
         (2**70, ".*"),
     ):
-        call.refuses(f"{argument} must be .*, was {words}", **{argument: value})
+        call.refuses(f"{re.escape(argument)} must be .*, was {words}", **{argument: value})
 
 
 @pytest.mark.parametrize(("name", "argument"), (("score", "rank"), ("publish", "capacity"), ("merge", "spin_limit")))
@@ -548,6 +788,22 @@ def test_what_a_number_was_is_told_apart_from_a_number(name: str, argument: str)
         ("score", {"max_decode_query_len": 1}, r"decode_query_len must be in \[1, 1\], was 2"),
         ("score", {"decode_query_len": 1}, r"index_q must have shape .*\[2, 4, 128\], was \[4, 4, 128\]"),
         ("score", {"page_size": 256}, r"index_k must have shape .*\[\*, 128, 128\], was \[\d+, 64, 128\]"),
+        (
+            "select_prefill",
+            {"force_begin_blocks": 8, "force_end_blocks": 9},
+            "force_begin_blocks .*at most 16, was 8 [+] 9",
+        ),
+        ("select_prefill", {"index_offset": 1}, "index_offset must be below .*1, was 1"),
+        ("plan", {"total_q": 2}, r"max_query_len must be in \[1, 2\], was 3"),
+        ("window_plan", {"total_q": 2}, r"max_query_len must be in \[1, 2\], was 3"),
+        ("prefill_score", {"plan.total_q": 2}, r"plan.max_query_len must be in \[1, 2\], was 3"),
+        ("prefill_score", {"plan.total_q": 5}, r"q must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
+        ("prefill_score", {"plan.total_q": 65}, "plan.packed_work_info must have at least 4 .*"),
+        ("prefill_score", {"plan.columns": 6}, r"block_table must have at least 6 .*, had shape \[3, 5\]"),
+        ("prefill_score", {"plan.batch": 2}, "plan.batch must be in \\[3, 3\\], was 2"),
+        ("prefill_score", {"compact": True}, "compact must be False for 128-token pages, which are blocks, was True"),
+        ("local", {"window_plan.total_q": 5}, r"query must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
+        ("local", {"window_plan.batch": 4}, r"window_plan.batch must be in \[3, 3\], was 4"),
     ),
 )
 def test_numbers_that_do_not_fit_each_other_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
@@ -556,9 +812,9 @@ def test_numbers_that_do_not_fit_each_other_are_refused(name: str, changes: dict
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [(name, "enable_pdl") for name in NUMBERS]
-    + [(name, "tagged") for name in NUMBERS if name.startswith("decode")]
-    + [("merge", "prefill")],
+    [(name, "enable_pdl") for name in (*DECODE_CALLS, "prefill_score", "exchanged")]
+    + [(name, "tagged") for name in DECODE_CALLS if name.startswith("decode")]
+    + [("merge", "prefill"), ("exchanged", "prefill"), ("prefill_score", "initialize"), ("prefill_score", "compact")],
 )
 def test_flags_must_be_bools(name: str, argument: str) -> None:
     call = make_call(name)
@@ -566,16 +822,16 @@ def test_flags_must_be_bools(name: str, argument: str) -> None:
         call.refuses(f"{argument} must be True or False, was {words}", **{argument: value})
 
 
-@pytest.mark.parametrize("name", ("score", "publish", "merge"))
+@pytest.mark.parametrize("name", ("score", "publish", "merge", *PREFILL_FUNCTIONS))
 @pytest.mark.parametrize("backend", ("", "CAKE", "cutlass", None, 1, ["cake"], {}), ids=repr)
 def test_unknown_backends_are_refused(name: str, backend: Any) -> None:
     make_call(name).refuses(f"backend must be .*'cake'.*'torch'.*, was {re.escape(repr(backend))}", backend=backend)
 
 
-@pytest.mark.parametrize("name", ("score", "publish", "publish+", "merge", "merge+"))
+@pytest.mark.parametrize("name", ("score", "publish", "publish+", "merge", "merge+", *PREFILL_FUNCTIONS))
 @pytest.mark.parametrize("tokens", (4, 0))
 def test_cake_refuses_tensors_that_are_not_on_a_cuda_device(name: str, tokens: int) -> None:
-    says = f"({'|'.join(rule.name for rule in RULES[name])}) must be on a CUDA device, was on cpu"
+    says = f"({'|'.join(re.escape(rule.name) for rule in RULES[name])}) must be on a CUDA device, was on cpu"
     make_call(name, tokens=tokens).refuses(says, backend="cake")
 
 
@@ -596,6 +852,8 @@ def wider(*extra: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 PLANES = (wider(0, 3, 0), wider(5, 0, 0), wider(12, 4, 0))
+# Token slices of a larger head-major buffer, and rows apart.
+CARRIERS = (wider(3 * 33, 0, 0), wider(0, 7, 0), wider(5, 1, 0))
 ROWS = (wider(0, 0, 7, 0), wider(0, 9, 0, 0), wider(11, 0, 0, 0), wider(13, 5, 3, 0))
 ALLOWED: tuple[tuple[str, str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]], ...] = (
     ("score", "score_out", PLANES),
@@ -612,6 +870,19 @@ ALLOWED: tuple[tuple[str, str, tuple[Callable[[torch.Tensor], torch.Tensor], ...
     ("decode", "output", PLANES),
     ("decode_publish+", "scores", (*PLANES, lambda t: torch.cat((t, t, t)))),
     ("decode_merge+", "output", PLANES),
+    ("prefill_score", "max_score", PLANES),
+    ("prefill_score", "k", (wider(16, 0, 0), wider(208, 0, 0), wider(8192, 0, 0))),
+    ("prefill_score", "block_table", (wider(1, 0), wider(9, 0))),
+    ("select_prefill", "scores", PLANES),
+    ("select_prefill", "carrier", CARRIERS),
+    ("exchanged", "recv_slot", ROWS),
+    ("exchanged", "output", PLANES),
+    ("local", "index_k", (wider(16, 0, 0), wider(208, 0, 0))),
+    ("local", "block_table", (wider(1, 0), wider(9, 0))),
+    ("local", "score_scratch", (*PLANES, lambda t: torch.cat((t, t, t)))),
+    ("local", "carrier_view", CARRIERS),
+    ("prefill_merge", "received", ROWS),
+    ("prefill_merge", "output", PLANES),
 )
 
 
@@ -641,7 +912,8 @@ def test_allowed_strides_change_no_result(name: str, argument: str, change: Call
         if isinstance(tensor, torch.Tensor) and key not in (argument, "recv_bases", "recv_slot"):
             assert torch.equal(tensor.view(torch.uint8), other.arguments[key].view(torch.uint8)), key
     if argument != "recv_slot":
-        for ours, theirs in zip(plain.watched, other.watched, strict=True):
+        comms = [[x for x in call.watched if isinstance(x, MSAIcpComm)] for call in (plain, other)]
+        for ours, theirs in zip(*comms, strict=True):
             for part in ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors"):
                 assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
 
@@ -672,7 +944,7 @@ def test_the_stride_of_a_dimension_of_one_is_free(name: str, stride: int) -> Non
     assert any(stride in v.stride() for v in tensors_in(tuple(call.arguments.values())))
     call()
     plain()
-    for key in ("score_out", "scores", "output"):
+    for key in ("score_out", "scores", "output", "max_score", "score_scratch", "carrier", "carrier_view"):
         if key in plain.arguments:
             assert torch.equal(call.arguments[key], plain.arguments[key])
 
@@ -685,9 +957,9 @@ def test_empty_calls_write_nothing(name: str) -> None:
     assert all(torch.equal(now, then) for now, then in before)
     # They are checked like any other.
     for rule in RULES.get(name, ()):
-        call.refuses(
-            f"{rule.name} must be {rule.dtype}, was torch.float64", **{rule.name: call.arguments[rule.name].double()}
-        )
+        if rule.name.rpartition(".")[2] != "workspace":  # 256 MiB of doubles
+            says = f"{re.escape(rule.name)} must be {rule.dtype}, was torch.float64"
+            call.refuses(says, **{rule.name: call[rule.name].double()})
 
 
 def test_pages_that_no_key_lives_in_need_not_exist() -> None:
@@ -989,3 +1261,293 @@ def test_a_pool_is_refused_until_there_is_a_fused_chain() -> None:
             decode_query_len=1,
             pool=torch.zeros(8, dtype=torch.uint8),
         )
+
+
+# --- prefill windows --------------------------------------------------------------------------------------------------
+
+
+def larger(tensor: torch.Tensor, *extra: int) -> torch.Tensor:
+    """``tensor`` with ``extra[k]`` more elements in dimension ``k``, each byte of them 0x55."""
+    sizes = [size + more for size, more in zip(tensor.shape, extra, strict=True)]
+    value = torch.full((math.prod(sizes) * tensor.element_size(),), 0x55, dtype=torch.uint8)
+    value = value.view(tensor.dtype).view(sizes)
+    value[tuple(map(slice, tensor.shape))] = tensor
+    return value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "argument", "extra"),
+    (
+        ("plan", "packed_work_info", (5,)),
+        ("plan", "workspace", (64,)),
+        ("prefill_score", "block_table", (0, 3)),
+        ("prefill_score", "max_score", (0, 0, 3)),
+        ("prefill_score", "plan.packed_work_info", (5,)),
+        ("prefill_score", "plan.workspace", (64,)),
+        ("local", "block_table", (0, 3)),
+        ("local", "score_scratch", (2, 0, 3)),
+        ("local", "window_plan.packed_work_info", (5,)),
+        ("exchanged", "recv_slot", (0, 0, 3, 0)),
+        ("prefill_merge", "received", (0, 0, 3, 0)),
+    ),
+)
+def test_what_is_larger_than_it_need_be_changes_no_result(
+    layout: str, name: str, argument: str, extra: tuple[int, ...]
+) -> None:
+    plain, other = make_call(name, layout), make_call(name, layout)
+    value = larger(other[argument], *extra)
+    around = value.view(torch.uint8).clone()
+    changes = {"initialize": False} if name == "prefill_score" else {}
+    plain(**changes)
+    other(**{argument: value}, **changes)
+    for key, tensor in plain.arguments.items():
+        if isinstance(tensor, torch.Tensor) and key != argument:
+            assert torch.equal(tensor.view(torch.uint8), other[key].view(torch.uint8)), key
+    part = tuple(map(slice, other[argument].shape))
+    assert torch.equal(value[part].view(torch.uint8), plain[argument].view(torch.uint8))
+    # Nothing was written past the part that is needed.
+    value[part] = around.view(value.dtype)[part]
+    assert torch.equal(value.view(torch.uint8), around)
+
+
+@pytest.mark.parametrize("sm_scale", (math.nan, math.inf, -math.inf, None, "1", True, [1.0], torch.ones(1)), ids=repr)
+def test_a_scale_that_is_no_finite_number_is_refused(sm_scale: Any) -> None:
+    words = f"the float -?{abs(sm_scale)}" if isinstance(sm_scale, float) else ".+"
+    make_call("prefill_score").refuses(f"sm_scale must be a finite number, was {words}", sm_scale=sm_scale)
+
+
+def test_a_finite_scale_is_not_applied() -> None:
+    call = make_call("prefill_score")
+    call()
+    scores = call["max_score"].clone()
+    for sm_scale in (0, -3, 0.0, 1e300):
+        call(max_score=call["max_score"].fill_(5.0), sm_scale=sm_scale)
+        assert torch.equal(call["max_score"], scores)
+
+
+@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("local", "window_plan")))
+def test_something_else_than_a_plan_is_refused(name: str, argument: str) -> None:
+    call = make_call(name)
+    fields = vars(call[argument])
+    for value in (None, 3, "plan", [], fields, tuple(fields.values()), SimpleNamespace(**fields), MSAIcpScorePlan):
+        says = f"{argument} must be an MSAIcpScorePlan, was {re.escape(str(type(value)))}"
+        call.refuses(says, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("local", "window_plan")))
+@pytest.mark.parametrize("batch", (-1, 0, 2, 4, "3", None, 3.0, [3], True, torch.tensor(3)), ids=repr)
+def test_a_plan_knows_its_number_of_segments(name: str, argument: str, batch: Any) -> None:
+    says = rf"{argument}\.batch must be (an integer|in \[3, 3\]), was {re.escape(repr(batch))}"
+    make_call(name).refuses(says, **{f"{argument}.batch": batch})
+
+
+@pytest.mark.parametrize(("layout", "columns"), (("p128_tp2", 12288), ("p256_tp2", 24575)))
+def test_a_window_that_is_too_wide_to_select_from_is_refused(layout: str, columns: int) -> None:
+    call = make_call("local", layout)
+    pages = columns // LAYOUTS[layout].index_scale + 1
+    wide = {
+        "block_table": larger(call["block_table"], 0, pages - call["block_table"].shape[1]),
+        "score_scratch": torch.full((4, 4, pages), 5.0),
+    }
+    says = f"window_plan.columns must make fewer than 12288 score columns, was {columns}"
+    call.refuses(says, **wide, **{"window_plan.columns": columns})
+    # One column fewer is fine.
+    call(**wide, **{"window_plan.columns": columns - 1})
+    assert (call["carrier_view"] != -7).all()
+
+
+def test_pages_of_either_size_fit_their_own_indexer_alone() -> None:
+    call, other = make_call("local", "p128_tp4"), make_call("local", "p256_tp4")
+    says = "index_k must have {} rows a page, had {}"
+    call.refuses(says.format(32, 64), index_k=other["index_k"])
+    # Half as many pages are needed, so the table is none of the causes.
+    other.refuses(says.format(64, 32), index_k=call["index_k"], block_table=call["block_table"])
+
+
+def test_compact_scores_are_a_column_a_page() -> None:
+    call = make_call("prefill_score", "p256_tp2")
+    call.refuses(r"max_score must have .*3 .*\[4, 4, 2\]", max_score=torch.full((4, 4, 2), 5.0), compact=True)
+    call.refuses(r"max_score must have .*5 .*\[4, 4, 3\]", max_score=torch.full((4, 4, 3), 5.0))
+    call(max_score=call["max_score"][..., :3], compact=True)
+    assert (call["max_score"][..., :3] != 5).all() and (call["max_score"][..., 3:] == 5).all()
+
+
+def empty_window(segments: int, items: int) -> Call:
+    """A planner's call for segments without a token and a key, with room for so many items."""
+    call = make_call("plan")
+    for rule in SEGMENTS:
+        call.arguments[rule.name] = torch.zeros(segments + (rule.name.endswith("offsets")), dtype=torch.int32)
+    return replace(call, arguments={**call.arguments, "packed_work_info": torch.full((items,), -1)})
+
+
+@pytest.mark.parametrize(
+    ("segments", "total_q", "max_seq_len", "says"),
+    (
+        (65536, 1, 1, None),
+        (65537, 1, 1, "qo_segment_lens must have at most 65536 segments, had 65537"),
+        (1, 65535 * 64, 128, None),
+        (1, 65535 * 64 + 1, 128, "total_q must make at most 65535 items of 64 tokens in 1 segments, was 4194241"),
+        (2, 65534 * 64, 128, None),
+        (2, 65534 * 64 + 1, 128, "total_q must make at most 65535 items of 64 tokens in 2 segments, was 4194177"),
+        (65535, 64, 1, None),
+        (65536, 65536, 1, "total_q must make at most 65535 items of 64 tokens in 65536 segments, was 65536"),
+        (1, 1, 65535 * 128, None),
+        (1, 1, 65535 * 128 + 1, r"max_seq_len must be in \[1, 8388480\], was 8388481"),
+        (1, 32768 * 64, 65535 * 128, None),
+        (1, 32769 * 64, 65535 * 128, "max_seq_len must make at most 2147483647 columns of 32769 items, was 8388480"),
+        (1, 65535 * 64, 32768 * 128, None),
+        (1, 65535 * 64, 32769 * 128, "max_seq_len must make at most 2147483647 columns of 65535 items, was 4194432"),
+    ),
+)  # fmt: skip
+def test_the_limits_of_a_window(segments: int, total_q: int, max_seq_len: int, says: str | None) -> None:
+    call = empty_window(segments, items=65536)
+    bounds = {"total_q": total_q, "max_query_len": 1, "max_seq_len": max_seq_len}
+    if says is not None:
+        call.refuses(says, **bounds)
+        return
+    plan = call(**bounds)
+    assert (plan.batch, plan.total_q, plan.columns) == (segments, total_q, math.ceil(max_seq_len / 128))
+    # No segment has a token, so there is an empty range and no item.
+    assert plan.packed_work_range.tolist() == [0] and (plan.packed_work_info == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    (
+        ("window", 2, r"window must be in \[0, 1\], was 2"),
+        ("total_q", 8193, r"total_q must be in \[1, 8192\], was 8193"),
+        ("max_seq_len", 1001, r"max_seq_len must be in \[1, 1000\], was 1001"),
+    ),
+)
+def test_the_limits_of_an_indexers_window(argument: str, value: int, says: str) -> None:
+    indexer = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "max_num_batched_tokens": 8200})
+    call = make_call("window_plan")
+    call = Call(indexer.prefill_window_plan, call.arguments, [indexer._work_range, indexer._work_info])
+    call.refuses(says, **{argument: value})
+    plan = call(**{argument: value - 1})
+    # Every window has storage of its own.
+    assert bool(indexer._work_range[0].any()) is (argument != "window")
+    assert bool(indexer._work_range[1].any()) is (argument == "window")
+    assert plan.batch == 3
+
+
+def test_an_indexer_takes_no_more_segments_than_sequences() -> None:
+    indexer = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "max_num_seqs": 2})
+    arguments = make_call("window_plan").arguments
+    call = Call(indexer.prefill_window_plan, arguments, [indexer._work_range, indexer._work_info])
+    call.refuses(r"segments of qo_segment_lens must be in \[0, 2\], was 3")
+    assert call(**{rule.name: call[rule.name][:-1] for rule in SEGMENTS}).batch == 2
+
+
+def test_a_prefill_pool_is_refused_until_there_is_a_fused_chain() -> None:
+    for pool in (torch.zeros(8, dtype=torch.uint8), 0, ()):
+        says = f"pool must be None, as there is no fused chain, was {type(pool).__name__}"
+        make_call("local").refuses(says, pool=pool)
+
+
+@pytest.mark.parametrize("name", ("plan", "window_plan"))
+def test_a_plan_takes_numbers_of_numpy(name: str) -> None:
+    call = make_call(name)
+    plan = call(total_q=np.int64(4), max_query_len=np.int32(3), max_seq_len=np.int64(530))
+    assert (plan.total_q, plan.max_query_len, plan.columns) == (4, 3, 5)
+
+
+# --- the plan that is made on the host --------------------------------------------------------------------------------
+
+HOST = {
+    "qo_segment_lens": [1, 0, 3],
+    "kv_segment_lens": [300, 9, 530],
+    "qo_offset": [299, 9, 527],
+}
+
+
+def host_call(**lens: Any) -> Call:
+    """A valid call of the host planner, with some of its lengths replaced."""
+    tensors = {name: torch.tensor(lens.get(name, values), dtype=torch.int32) for name, values in HOST.items()}
+    arguments = {**tensors, "num_qo_heads": 4, "device": "cpu", "backend": "torch"}
+    return Call(msa_ops.msa_icp_index_score_sharded_plan, arguments)
+
+
+def host_mutations() -> Iterator[tuple[str, Mutation]]:
+    """Everything that can be wrong with lengths on the host."""
+    for dtype in DTYPES:
+        if dtype is not torch.int32:
+            says = f"must be torch.int32, was {dtype}"
+            yield str(dtype), lambda t, dtype=dtype, says=says: (torch.zeros(t.shape, dtype=dtype), says)
+    yield "a dimension more", lambda t: (t[None], r"must have shape \[batch\].*, was \[1, 3\]")
+    yield "a dimension less", lambda t: (t[0], r"must have shape \[batch\].*, was \[\]")
+    yield "every second element", lambda t: (torch.zeros(6).int()[::2], r"must be contiguous, had strides \(2,\)")
+    yield "one element repeated", lambda t: (t[:1].expand(3), r"must be contiguous, had strides \(0,\)")
+    yield "negative", lambda t: (torch.tensor([0, 5, -1]).int(), "must not be negative, was -1 at 2")
+    yield "meta", lambda t: (t.to("meta"), "must be a dense CPU tensor, was .* on meta")
+    yield "sparse", lambda t: (t.to_sparse(), "must be a dense CPU tensor, was of layout torch.sparse_coo on cpu")
+    for value in ([1, 0, 3], "words", 7, None, np.zeros(3, dtype=np.int32)):
+        kind = re.escape(str(type(value)))
+        yield type(value).__name__, lambda t, value=value, kind=kind: (value, f"must be a tensor, was {kind}")
+
+
+@pytest.mark.parametrize("argument", HOST)
+@pytest.mark.parametrize("mutate", [pytest.param(mutate, id=what) for what, mutate in host_mutations()])
+def test_bad_lengths_on_the_host_are_refused(argument: str, mutate: Mutation) -> None:
+    call = host_call()
+    value, says = mutate(call[argument])
+    call.refuses(f"{argument} {says}", **{argument: value})
+
+
+@pytest.mark.parametrize("argument", ("kv_segment_lens", "qo_offset"))
+def test_lengths_on_the_host_agree_on_the_segments(argument: str) -> None:
+    for count in (0, 2, 4):
+        says = rf"{argument} must have shape \[batch\] = \[3\], was \[{count}\]"
+        host_call().refuses(says, **{argument: torch.zeros(count, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(
+    ("lens", "says"),
+    (
+        ({"qo_segment_lens": [0] * 65536}, None),
+        ({"qo_segment_lens": [0] * 65537}, "qo_segment_lens must have at most 65536 segments, was 65537"),
+        ({"qo_segment_lens": [65535 * 64]}, None),
+        ({"qo_segment_lens": [65535 * 64 + 1]}, "qo_segment_lens must make at most 65535 items .*, was 65536"),
+        ({"qo_segment_lens": [1] * 65536}, "qo_segment_lens must make at most 65535 items of 64 tokens, was 65536"),
+        ({"qo_segment_lens": [INT32_MAX, 1]}, "qo_segment_lens must have a sum of at most 2147483647, was 2147483648"),
+        ({"kv_segment_lens": [65535 * 128]}, None),
+        ({"kv_segment_lens": [65535 * 128 + 1]}, "kv_segment_lens must be at most 65535 blocks, was 65536"),
+        ({"kv_segment_lens": [INT32_MAX, 1]}, "kv_segment_lens must have a sum of at most 2147483647, was 2147483648"),
+        ({"qo_segment_lens": [32768 * 64], "kv_segment_lens": [65535 * 128], "qo_offset": [65535 * 128]}, None),
+        (
+            {"qo_segment_lens": [32769 * 64], "kv_segment_lens": [65535 * 128], "qo_offset": [65535 * 128]},
+            "kv_segment_lens must make at most 2147483647 block columns of all items, was 2147516415",
+        ),
+        # Items that see less of the keys count for what they see.
+        ({"qo_segment_lens": [32769 * 64], "kv_segment_lens": [65535 * 128], "qo_offset": [0]}, None),
+    ),
+)  # fmt: skip
+def test_the_limits_of_a_host_plan(lens: dict[str, list[int]], says: str | None) -> None:
+    segments = len(next(iter(lens.values())))
+    call = host_call(**{**dict.fromkeys(HOST, [0] * segments), **lens})
+    if says is not None:
+        call.refuses(says)
+        return
+    plan = call()
+    assert plan.batch == segments and plan.columns == max(1, math.ceil(int(call["kv_segment_lens"].max()) / 128))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    (
+        *(("num_qo_heads", value, f"must be .*, was {re.escape(repr(value))}") for value in NOT_FOUR),
+        *(("device", value, f"must .*, was {re.escape(repr(value))}") for value in DEVICES),
+        ("device", "meta", "must be the CPU or a CUDA device, was meta"),
+        *(("backend", value, f"must be .*'cake'.*'torch'.*, was {re.escape(repr(value))}") for value in ("", None, 1)),
+    ),
+    ids=repr,
+)
+def test_a_bad_host_plan_is_refused(argument: str, value: Any, says: str) -> None:
+    host_call().refuses(f"{argument} {says}", **{argument: value})
+
+
+def test_a_host_plan_for_cake_needs_a_cuda_device() -> None:
+    host_call().refuses('device must be a CUDA device for backend="cake", was cpu', backend="cake")
+    if not torch.cuda.is_available():
+        host_call().refuses("device must .*, was cuda.*", backend="cake", device=None)

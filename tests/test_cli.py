@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +19,16 @@ from click.testing import CliRunner, Result
 from flashinfer_msa import cli
 from flashinfer_msa.backends import reference
 from flashinfer_msa.cli import main
+from flashinfer_msa.demo import draw_segments
+from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.runtime import manifest
 from flashinfer_msa.version import __version__
 
 TINY = ("demo", "--backend", "torch", "--device", "cpu", "--batch", "2", "--context", "3000", "--steps", "4")
+TINY_PREFILL = (
+    *("demo", "--backend", "torch", "--device", "cpu", "--batch", "5", "--context", "2500", "--steps", "2"),
+    *("--tokens", "1600"),
+)
 
 MANIFEST: dict[str, Any] = {
     "schema": 1,
@@ -81,6 +89,53 @@ def test_demo_takes_a_choice_of_layout_and_form() -> None:
     assert "ok: 64 of 64 rows" in result.output
 
 
+def cells(output: str) -> list[list[str]]:
+    """The rows of the printed table."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+
+
+def test_demo_prefills_in_windows() -> None:
+    result = invoke(*TINY_PREFILL, "--prefill")
+    assert result.exit_code == 0, result.output
+    # 2 steps, 1600 tokens, 4 heads; a window of P128 has at most 1536 tokens, one of P256 3200.
+    assert [row[:-1] for row in cells(result.output)] == [
+        [layout, windows, "12800", "12800", "0", "0"]
+        for layout, windows in (("P128-TP2", "2"), ("P128-TP4", "2"), ("P256-TP2", "1"), ("P256-TP4", "1"))
+    ]
+    assert "ok: 51200 of 51200 rows equal, 0 near ties, 0 wrong" in result.output
+
+
+def test_demo_decodes_and_prefills_in_each_step() -> None:
+    result = invoke(*TINY_PREFILL, "--mixed", "--query-len", "3", "--layout", "p128-tp2", "--layout", "p256-tp4")
+    assert result.exit_code == 0, result.output
+    # 2 steps, 5 requests of 3 tokens and 1600 prefill tokens, 4 heads.
+    assert [row[:-1] for row in cells(result.output)] == [
+        [layout, form, windows, "12920", "12920", "0", "0"]
+        for layout, windows in (("P128-TP2", "2"), ("P256-TP4", "1"))
+        for form in ("legacy", "tagged")
+    ]
+    result = invoke(*TINY_PREFILL, "--mixed", "--tokens", "1", "--layout", "p128-tp4", "--legacy")
+    assert result.exit_code == 0, result.output
+    assert "ok: 88 of 88 rows equal" in result.output and "tagged" not in result.output
+
+
+def test_segments_are_ragged_and_fit() -> None:
+    draw = random.Random(0)
+    kinds: set[int] = set()
+    for _ in range(300):
+        segments, context = draw.randint(1, 12), draw.randint(1, 60)
+        tokens = draw.randint(1, segments * context)
+        lens, positions = draw_segments(draw, segments, tokens, context)
+        ends = [length + position for length, position in zip(lens, positions, strict=True)]
+        assert len(lens) == segments and sum(lens) == tokens and min(lens) >= 0
+        assert min(positions) >= 0 and max(ends) == context == ends[lens.index(max(lens))]
+    for _ in range(10):
+        lens, _ = draw_segments(draw, 8, 2048, 8192)
+        assert lens.count(0) >= 3 and lens.count(1) >= 2
+        kinds.update(lens)
+    assert len(kinds) > 10
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is no GPU backend")
 def test_demo_says_why_it_runs_on_torch() -> None:
     result = invoke("demo", "--batch", "1", "--context", "1", "--steps", "1", "--layout", "p128-tp2", "--legacy")
@@ -114,12 +169,29 @@ def test_auto_without_installed_kernels_is_torch(monkeypatch: pytest.MonkeyPatch
     assert cli._choose_backend("auto", torch.device("cuda:0"))[0] == "torch"
 
 
-def test_demo_fails_on_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", ((*TINY, "--legacy"), (*TINY_PREFILL, "--prefill", "--tokens", "100")))
+def test_demo_fails_on_a_wrong_row(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     sort_key = reference._sort_key
     monkeypatch.setattr(reference, "_sort_key", lambda scores: -sort_key(scores))
-    result = invoke(*TINY, "--layout", "p128-tp2", "--legacy")
+    result = invoke(*options, "--layout", "p128-tp2")
     assert result.exit_code == 1
     assert "FAILED: " in result.output and " 0 wrong" not in result.output
+
+
+@pytest.mark.parametrize("half", ("decode_merge", "prefill_merge"))
+def test_mixed_demo_compares_both_halves(monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    merge = getattr(MSAIcpIndexerPlan, half)
+    names = list(inspect.signature(merge).parameters)
+
+    def spoil(*arguments: Any, **options: Any) -> None:
+        merge(*arguments, **options)
+        arguments[names.index("output")][0, 0] = 5
+
+    monkeypatch.setattr(MSAIcpIndexerPlan, half, spoil)
+    result = invoke(*TINY_PREFILL, "--mixed", "--tokens", "100", "--layout", "p256-tp2", "--tagged")
+    assert result.exit_code == 1
+    # A row of either rank in either step.
+    assert "0 near ties, 4 wrong" in result.output
 
 
 @pytest.mark.parametrize(
@@ -128,6 +200,11 @@ def test_demo_fails_on_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
         (("demo", "--layout", "p64-tp2"), "'p64-tp2' is not one of p128_tp2, p128_tp4, p256_tp2, p256_tp4"),
         (("demo", "--query-len", "9"), "1<=x<=8"),
         (("demo", "--batch", "0"), "x>=1"),
+        (("demo", "--prefill", "--mixed"), "--prefill and --mixed exclude each other"),
+        (("demo", "--prefill", "--legacy"), "--tagged/--legacy does nothing with --prefill"),
+        (("demo", "--prefill", "--query-len", "1"), "--query-len does nothing with --prefill"),
+        (("demo", "--tokens", "100"), "--tokens does nothing without --prefill or --mixed"),
+        (("demo", "--mixed", "--context", "100"), "--tokens: must be at most --batch x --context, 800, was 2048"),
         (("demo", "--device", "tpu"), "'tpu' is not a device"),
         (("demo", "--device", "meta"), "must be cpu or cuda, was 'meta'"),
         (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
@@ -152,8 +229,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_list_shows_each_kernel() -> None:
     result = invoke("list")
     assert result.exit_code == 0, result.output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
-    assert rows == [
+    assert cells(result.output) == [
         ["sm_90a", "p128_tp2", "decode_score_1", "288", "77", "2345", "34567"],
         ["sm_100a", "common", "merge_tagged", "288", "77", "2345", "34567"],
     ]

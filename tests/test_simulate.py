@@ -3,20 +3,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from flashinfer_msa import simulate
 from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.simulate import (
     UNUSED_PAGE,
     Comparison,
     DecodeProblem,
     Expected,
+    PrefillProblem,
+    Problem,
+    block_scores,
     brute_force_top16,
     compare,
+    exchange,
+    group_plans,
     random_e4m3,
+    share_cache,
 )
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -205,3 +214,190 @@ def test_compare_flags_a_block_too_many() -> None:
 
 def test_counts_add_up() -> None:
     assert Comparison(4, 2, 1, 1).plus(Comparison(6, 6)) == Comparison(10, 8, 1, 1)
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+RAGGED: dict[str, Any] = {
+    "query_lens": [3, 0, 5, 1, 4],
+    "kv_lens": [300, 40, 129, 0, 700],
+    "positions": [297, 40, 126, 3, 100],
+}
+
+
+def test_visible_keys_of_a_prefill_window() -> None:
+    problem = PrefillProblem.random(LAYOUTS["p256_tp4"], **RAGGED, padding=2)
+    # Segment 2 has fewer keys than its tokens reach, segment 3 none, and segment 4 more.
+    expected = [298, 299, 300, 127, 128, 129, 129, 129, 0, 101, 102, 103, 104, 0, 0]
+    assert problem.visible_keys.tolist() == expected
+    assert problem.num_valid_pages.tolist() == [math.ceil(keys / 128) for keys in expected]
+    assert problem.visible_keys.dtype == problem.num_valid_pages.dtype == torch.int32
+    assert problem.index_q.shape == (15, 4, 128)
+    assert problem.rows == [slice(0, 3), slice(3, 3), slice(3, 8), slice(8, 9), slice(9, 13)]
+
+
+def test_segments_and_bounds_of_a_prefill_window() -> None:
+    problem = PrefillProblem.random(LAYOUTS["p128_tp2"], **RAGGED)
+    assert [x.tolist() for x in problem.segments] == [
+        [3, 0, 5, 1, 4],
+        [300, 40, 129, 0, 700],
+        [0, 3, 3, 8, 9, 13],
+        [0, 300, 340, 469, 469, 1169],
+        [297, 40, 126, 3, 100],
+    ]
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in problem.segments)
+    assert problem.bounds == {"total_q": 13, "max_query_len": 5, "max_seq_len": 700}
+    # By default a segment's tokens are the last of its keys.
+    assert PrefillProblem.random(LAYOUTS["p128_tp2"], query_lens=[2, 9], kv_lens=[7, 9]).positions == (5, 0)
+    nothing = PrefillProblem.random(LAYOUTS["p128_tp2"], query_lens=[], kv_lens=[])
+    assert nothing.bounds == {"total_q": 1, "max_query_len": 1, "max_seq_len": 1}
+    assert [x.tolist() for x in nothing.segments] == [[], [], [0], [0], []]
+
+
+@every_layout
+def test_pages_that_no_token_of_a_window_sees_do_not_exist(layout: Layout) -> None:
+    problem = PrefillProblem.random(layout, **RAGGED, block_table_extra_columns=1)
+    used = problem.block_table != UNUSED_PAGE
+    # The columns are those of the longest key length; segment 4 sees 104 of its 700 keys, segment 1 has no token.
+    assert problem.block_table.shape == (5, math.ceil(700 / layout.page_size) + 1)
+    assert used.sum(1).tolist() == [math.ceil(seen / layout.page_size) for seen in (300, 0, 129, 0, 104)]
+    assert sorted(problem.block_table[used].tolist()) == list(range(len(problem.pages)))
+    assert torch.equal(used, used.sort(dim=1, descending=True).values)
+
+
+@every_layout
+@pytest.mark.parametrize("tokens", (1, 2, 4, 5, 12, 13, 100))
+def test_windows_cut_a_step_and_its_segments(layout: Layout, tokens: int) -> None:
+    problem = PrefillProblem.random(layout, **RAGGED, special=True)
+    windows = problem.windows(tokens)
+    assert [len(window.index_q) for window in windows] == [min(tokens, 13 - x) for x in range(0, 13, tokens)]
+    position_of_row = [
+        (segment, problem.positions[segment] + j) for segment, n in enumerate(problem.query_lens) for j in range(n)
+    ]
+    row = 0
+    for window in windows:
+        assert window.pages is problem.pages and sum(window.query_lens) == len(window.index_q)
+        for part, (rows, position) in enumerate(zip(window.rows, window.positions, strict=True)):
+            for j in range(rows.stop - rows.start):
+                segment, expected = position_of_row[row]
+                assert position + j == expected
+                assert torch.equal(window.block_table[part], problem.block_table[segment])
+                assert window.seq_lens[part] == problem.seq_lens[segment]
+                row += 1
+    assert row == 13
+    # Together they ask what the step asks.
+    for name in ("visible_keys", "num_valid_pages", "index_q"):
+        whole = torch.cat([getattr(window, name) for window in windows])
+        assert torch.equal(whole.view(torch.uint8), getattr(problem, name).view(torch.uint8)), name
+    answers = [brute_force_top16(window, init_blocks=1, local_blocks=2).ids for window in windows]
+    assert torch.equal(torch.cat(answers), brute_force_top16(problem, init_blocks=1, local_blocks=2).ids)
+
+
+def test_windows_leave_padding_out() -> None:
+    problem = PrefillProblem.random(LAYOUTS["p128_tp2"], **RAGGED, padding=9)
+    assert [len(window.index_q) for window in problem.windows(10)] == [10, 3]
+    assert PrefillProblem.random(LAYOUTS["p128_tp2"], query_lens=[0], kv_lens=[9], padding=4).windows(10) == []
+
+
+@every_layout
+def test_problems_that_share_a_cache_ask_the_same(layout: Layout) -> None:
+    decode = DecodeProblem.random(layout, seq_lens=(300, 0, 900), decode_query_len=2, special=True)
+    prefill = PrefillProblem.random(layout, **RAGGED, block_table_extra_columns=2, seed=1, special=True)
+    shared = share_cache(decode, prefill)
+    assert torch.equal(shared[0].pages.view(torch.uint8), shared[1].pages.view(torch.uint8))
+    assert len(shared[0].pages) == len(decode.pages) + len(prefill.pages)
+    # No page belongs to both, and the rest of the table still faults.
+    tables = [problem.block_table[problem.block_table != UNUSED_PAGE].tolist() for problem in shared]
+    assert sorted(tables[0] + tables[1]) == list(range(len(shared[0].pages)))
+    assert torch.equal(shared[1].block_table == UNUSED_PAGE, prefill.block_table == UNUSED_PAGE)
+    for alone, together in zip((decode, prefill), shared, strict=True):
+        ours, theirs = (brute_force_top16(x, init_blocks=1, local_blocks=2) for x in (alone, together))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@every_layout
+def test_an_exchange_brings_every_rank_its_heads(layout: Layout) -> None:
+    limits = {"max_decode_tokens": 1, "max_decode_query_len": 1, "max_num_batched_tokens": 8, "max_num_seqs": 1}
+    more = {"init_blocks": 0, "local_blocks": 1, "max_model_len": 128, "num_sparse_layers": 1, "backend": "torch"}
+    plans = group_plans(layout, ["cpu"], **limits, **more)
+    tokens, world = 3, layout.world_size
+    carriers = [
+        torch.tensor([[[source, head, t] + [0] * 30 for t in range(tokens)] for head in range(4)], dtype=torch.int32)
+        for source in range(world)
+    ]
+    for plan in plans:
+        received = exchange(carriers, plan)
+        assert received.shape == (world, 4 // world, tokens, 33)
+        for source in range(world):
+            for owned in range(4 // world):
+                head = plan.rank * (4 // world) + owned
+                assert received[source, owned, :, :3].tolist() == [[source, head, t] for t in range(tokens)]
+
+
+def scores_by_hand(problem: Problem) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
+    """Scores and bounds of every block, key by key."""
+    page, visible = problem.layout.page_size, problem.visible_keys.tolist()
+    blocks = problem.block_table.shape[1] * page // 128
+    scores = [[[-math.inf] * blocks for _ in range(4)] for _ in visible]
+    bounds = [[[0.0] * blocks for _ in range(4)] for _ in visible]
+    for request, rows in enumerate(problem.rows):
+        for token in range(rows.start, rows.stop):
+            query = problem.index_q[token].double()
+            for key in range(visible[token]):
+                vector = problem.pages[int(problem.block_table[request, key // page]), key % page].double()
+                for head in range(4):
+                    products = query[head] * vector
+                    if not products.isnan().any():
+                        block = key // 128
+                        scores[token][head][block] = max(scores[token][head][block], float(products.sum()))
+                        bounds[token][head][block] = max(bounds[token][head][block], float(products.abs().sum()))
+    return scores, bounds
+
+
+@pytest.mark.parametrize("layout", (LAYOUTS["p128_tp2"], LAYOUTS["p256_tp4"]), ids=("p128", "p256"))
+@pytest.mark.parametrize("per_chunk", (1 << 25, 1), ids=("at once", "page by page"))
+def test_block_scores_equal_a_loop_over_keys(layout: Layout, per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "_DOTS_PER_CHUNK", per_chunk)
+    window: dict[str, Any] = {"query_lens": [2, 0, 1, 1], "kv_lens": [300, 9, 131, 0], "positions": [240, 9, 200, 3]}
+    for problem in (
+        PrefillProblem.random(layout, **window, padding=1, special=True),
+        DecodeProblem.random(layout, seq_lens=(260, 0, 1), decode_query_len=2, special=True),
+    ):
+        for ours, by_hand in zip(block_scores(problem), scores_by_hand(problem), strict=True):
+            assert torch.equal(ours, torch.tensor(by_hand, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("first", "last"), ((0, 0), (1, 2), (8, 8), (16, 0)))
+def test_brute_force_equals_a_sort(first: int, last: int) -> None:
+    window: dict[str, Any] = {"query_lens": [3, 2, 2], "kv_lens": [3000, 5, 2700], "positions": [2990, 3, 1500]}
+    problem = PrefillProblem.random(LAYOUTS["p128_tp4"], **window, padding=1, special=True)
+    # Blocks of equal keys tie.
+    problem.pages.view(torch.uint8)[::2] = problem.pages.view(torch.uint8)[:1].clone()
+    scored = block_scores(problem)
+    answer = brute_force_top16(problem, init_blocks=first, local_blocks=last, scored=scored)
+    assert torch.equal(answer.ids, brute_force_top16(problem, init_blocks=first, local_blocks=last).ids)
+    for token, valid in enumerate(problem.num_valid_pages.tolist()):
+        for head in range(4):
+            forced = [block < first or block >= valid - last for block in range(valid)]
+            values = scored[0][token, head].float().tolist()
+            best = sorted(
+                range(valid), key=lambda block, forced=forced, values=values: (not forced[block], -values[block], block)
+            )[:16]
+            assert answer.ids[token, head].tolist() == [*sorted(best), *[-1] * (16 - len(best))]
+            assert answer.forced[token, head, :valid].tolist() == forced
+            assert not answer.forced[token, head, valid:].any()
+
+
+def test_compare_counts_a_wrong_prefill_row() -> None:
+    problem = PrefillProblem.random(LAYOUTS["p256_tp2"], query_lens=[2, 1], kv_lens=[5000, 0], positions=[4000, 0])
+    expected = brute_force_top16(problem, init_blocks=0, local_blocks=1)
+    assert compare(expected.ids, expected) == Comparison(12, 12, 0, 0)
+    # A row of a token that sees nothing is [0, -1, ...] in prefill: callers say so.
+    output = expected.ids.clone()
+    output[2, :, 0] = 0
+    assert compare(output, expected) == Comparison(12, 8, 0, 4)
+    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    assert compare(output, expected) == Comparison(12, 12, 0, 0)
+    # The forced block of the newest key cannot be another.
+    output[0, 0, 15] = 32
+    assert compare(output, expected) == Comparison(12, 11, 0, 1)

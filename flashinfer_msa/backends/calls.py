@@ -204,7 +204,7 @@ class PrefillLocal(NamedTuple):
     query: Tensor
     index_k: Tensor
     block_table: Tensor
-    plan: MSAIcpScorePlan
+    window_plan: MSAIcpScorePlan
     rank: int
     world_size: int
     score_scratch: Tensor
@@ -217,7 +217,7 @@ class PrefillLocal(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """What the launcher takes."""
-        return (*self[:3], *_plan_arguments(self.plan), *self[4:])
+        return (*self[:3], *_plan_arguments(self.window_plan), *self[4:])
 
 
 class PrefillMerge(NamedTuple):

@@ -185,7 +185,7 @@ class TorchBackend:
         """The facade's scorer and selection in torch."""
         native.call("prefill_local", False, *call.arguments())
         _require_torch(call)
-        plan, layout = call.plan, _layout_of(call.index_k, call.world_size)
+        plan, layout = call.window_plan, _layout_of(call.index_k, call.world_size)
         if plan.batch == 0:
             return
         scores = call.score_scratch[: plan.total_q, :, : ceil_div(plan.columns, layout.index_scale)]

@@ -172,7 +172,8 @@ void check_merge(Call& call, const MergeCall& m) {
   if (m.errors) check_errors(call, m.errors);
 }
 
-// Checks one slot set or exchanged carrier `[world_size, heads_per_rank, capacity, words]`, and notes where its rows lie.
+// Checks one slot set or exchanged carrier `[world_size, heads_per_rank, capacity, words]`, and notes where its rows
+// lie.
 void check_rows(Call& call, const Tensor& recv, int words, MergeCall* m) {
   call.expect_shape(recv, "[world_size, heads_per_rank, capacity, words", kAny, kAny, kAny, words);
   call.expect_unit_last_stride(recv);
@@ -394,8 +395,8 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   });
 }
 
-// prefill_merge(launch, received, num_valid_pages, output, world_size, init_blocks, local_blocks): the facade's merge of an
-// exchanged carrier.
+// prefill_merge(launch, received, num_valid_pages, output, world_size, init_blocks, local_blocks): the facade's merge
+// of an exchanged carrier.
 MSA_EXPORT __tvm_ffi_prefill_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);

@@ -23,15 +23,21 @@ struct Plan {
 // Names of a plan's parts, as arguments of their own and as fields of a plan.
 struct PlanNames {
   const char *qo_segment_lens, *kv_segment_lens, *qo_segment_offsets, *kv_segment_offsets, *qo_offset;
-  const char *work_range, *work_info, *workspace, *num_qo_heads, *total_q, *max_query_len;
+  const char *work_range, *work_info, *workspace, *num_qo_heads, *total_q, *max_query_len, *columns;
 };
 constexpr PlanNames kArguments = {"qo_segment_lens", "kv_segment_lens",   "qo_segment_offsets", "kv_segment_offsets",
                                   "qo_offset",       "packed_work_range", "packed_work_info",   "workspace",
-                                  "num_qo_heads",    "total_q",           "max_query_len"};
+                                  "num_qo_heads",    "total_q",           "max_query_len",      "columns"};
 constexpr PlanNames kFields = {
     "plan.qo_segment_lens", "plan.kv_segment_lens",   "plan.qo_segment_offsets", "plan.kv_segment_offsets",
     "plan.qo_offset",       "plan.packed_work_range", "plan.packed_work_info",   "plan.workspace",
-    "plan.num_qo_heads",    "plan.total_q",           "plan.max_query_len"};
+    "plan.num_qo_heads",    "plan.total_q",           "plan.max_query_len",      "plan.columns"};
+constexpr PlanNames kWindowFields = {"window_plan.qo_segment_lens",    "window_plan.kv_segment_lens",
+                                     "window_plan.qo_segment_offsets", "window_plan.kv_segment_offsets",
+                                     "window_plan.qo_offset",          "window_plan.packed_work_range",
+                                     "window_plan.packed_work_info",   "window_plan.workspace",
+                                     "window_plan.num_qo_heads",       "window_plan.total_q",
+                                     "window_plan.max_query_len",      "window_plan.columns"};
 
 // Takes the tensors and limits that make a plan, but for its columns.
 void take_plan(Call& call, Plan* plan, const PlanNames& names) {
@@ -48,7 +54,7 @@ void take_plan(Call& call, Plan* plan, const PlanNames& names) {
   call.integer(names.max_query_len, 1, plan->total_q);
 }
 
-void check_plan(Call& call, Plan* plan, int64_t multiprocessors, const PlanNames& names) {
+void check_plan(Call& call, Plan* plan, int64_t multiprocessors, const PlanNames& names, bool is_new) {
   if (!call.ok()) return;
   const int64_t batch = plan->batch = plan->qo_segment_lens.size(0);
   if (batch > kMaxSegments) {
@@ -68,6 +74,8 @@ void check_plan(Call& call, Plan* plan, int64_t multiprocessors, const PlanNames
   // Empty segments have no item.
   const int64_t segments = batch < plan->total_q ? batch : plan->total_q;
   plan->max_items = batch == 0 ? 0 : ceil_div(plan->total_q, kItemTokens) + segments - 1;
+  // A plan that exists has no more than it may have, whatever its bounds would allow.
+  if (!is_new && plan->max_items > kMaxItems) plan->max_items = kMaxItems;
   if (call.ok() && plan->max_items > kMaxItems) {
     call.fail("%s must make at most %d items of %d tokens in %lld segments, was %lld", names.total_q, kMaxItems,
               kItemTokens, static_cast<long long>(batch), static_cast<long long>(plan->total_q));
@@ -92,6 +100,7 @@ struct Score {
   const LayoutInfo* info;
   int layout;
   int64_t columns;  // of a score row
+  const PlanNames* names;
 };
 
 // Takes everything of a scorer up to its rank and world size.
@@ -99,14 +108,14 @@ void take_score(Call& call, Score* s, const char* q_name, const char* k_name, co
                 int64_t* multiprocessors) {
   s->q = call.tensor(q_name, Type::kE4M3, 3);
   s->k = take_keys(call, k_name);
-  take_plan(call, &s->plan, kFields);
-  s->plan.columns = call.integer("plan.columns", 1, kMaxItemBlocks);
+  take_plan(call, &s->plan, *s->names);
+  s->plan.columns = call.integer(s->names->columns, 1, kMaxItemBlocks);
   *multiprocessors = call.integer("multiprocessors", 1, INT32_MAX);
   take_rank(call, &s->rank, &s->world_size, world_size_name);
 }
 
 void check_score(Call& call, Score* s, int64_t multiprocessors) {
-  check_plan(call, &s->plan, multiprocessors, kFields);
+  check_plan(call, &s->plan, multiprocessors, *s->names, false);
   if (!call.ok()) return;
   const int64_t rows = s->k.keys.size(1), page_size = rows <= 256 ? rows * s->world_size : 0;
   s->layout = find_layout(as_int(page_size), s->world_size);
@@ -118,7 +127,7 @@ void check_score(Call& call, Score* s, int64_t multiprocessors) {
   }
   s->info = &layout_info(s->layout);
   const int64_t pages = ceil_div(s->plan.columns, s->info->index_scale);
-  call.expect_shape(s->q, "[plan.total_q, heads, head dim", s->plan.total_q, kHeads, kHeadDim);
+  call.expect_shape(s->q, "[total_q, heads, head dim", s->plan.total_q, kHeads, kHeadDim);
   call.expect_contiguous(s->q);
   call.expect_aligned(s->q, 16);
   check_keys(call, s->k, *s->info, s->plan.batch, pages);
@@ -208,7 +217,7 @@ MSA_EXPORT __tvm_ffi_prefill_plan(void*, const TVMFFIAny* args, int32_t count, T
   take_plan(call, &plan, kArguments);
   const int64_t max_seq_len = call.integer("max_seq_len", 1, int64_t{kMaxItemBlocks} * kBlockTokens);
   const int64_t multiprocessors = call.integer("multiprocessors", 1, INT32_MAX);
-  check_plan(call, &plan, multiprocessors, kArguments);
+  check_plan(call, &plan, multiprocessors, kArguments, true);
   plan.columns = ceil_div(max_seq_len, kBlockTokens);
   if (call.ok() && plan.max_items * plan.columns > INT32_MAX) {
     call.fail("max_seq_len must make at most %d columns of %lld items, was %lld", INT32_MAX,
@@ -238,6 +247,7 @@ MSA_EXPORT __tvm_ffi_prefill_score(void*, const TVMFFIAny* args, int32_t count, 
   Call call(args, count);
   const bool launches = take_launch(call);
   Score s;
+  s.names = &kFields;
   int64_t multiprocessors;
   take_score(call, &s, "q", "k", "tp", &multiprocessors);
   s.scores = call.tensor("max_score", Type::kFloat32, 3);
@@ -299,6 +309,7 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
   Call call(args, count);
   const bool launches = take_launch(call);
   Score s;
+  s.names = &kWindowFields;
   int64_t multiprocessors;
   take_score(call, &s, "query", "index_k", "world_size", &multiprocessors);
   s.scores = call.tensor("score_scratch", Type::kFloat32, 3);
@@ -316,10 +327,10 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
               s.info->rows);
   }
   if (call.ok() && s.columns >= kMaxScoreColumns) {
-    call.fail("plan.columns must make fewer than %d score columns, was %lld", kMaxScoreColumns,
+    call.fail("window_plan.columns must make fewer than %d score columns, was %lld", kMaxScoreColumns,
               static_cast<long long>(s.plan.columns));
   }
-  call.expect_shape(s.scores, "[at least plan.total_q, heads, columns", kAny, kHeads, kAny);
+  call.expect_shape(s.scores, "[at least window_plan.total_q, heads, columns", kAny, kHeads, kAny);
   call.expect_size(s.scores, 0, s.plan.total_q, INT64_MAX, "query tokens");
   call.expect_size(s.scores, 2, s.columns, INT32_MAX, "score columns");
   check_plane(call, s.scores);

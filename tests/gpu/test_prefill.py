@@ -42,16 +42,16 @@ def ragged(seed: int, segments: int = SEGMENTS) -> dict[str, Sequence[int]]:
 
 WINDOWS: dict[str, dict[str, Any]] = {
     "one token": {"query_lens": [1], "kv_lens": [1]},
-    "an item less one": {"query_lens": [63], "kv_lens": [1000]},
-    "an item": {"query_lens": [64], "kv_lens": [64]},
-    "an item and one": {"query_lens": [65], "kv_lens": [2000], "positions": [1800]},
     "empty segments": {"query_lens": [0, 5, 0, 130, 0], "kv_lens": [0, 5, 900, 1200, 3], "padding": 3},
-    "no keys": {"query_lens": [3, 70], "kv_lens": [0, 200], "positions": [0, 0]},
     "more and fewer keys": {"query_lens": [100, 100, 40], "kv_lens": [150, 5000, 700], "positions": [300, 300, 0]},
     "ragged": {**ragged(1), "padding": 5},
 }
 if not SMALL:
     WINDOWS |= {
+        "an item less one": {"query_lens": [63], "kv_lens": [1000]},
+        "an item": {"query_lens": [64], "kv_lens": [64]},
+        "an item and one": {"query_lens": [65], "kv_lens": [2000], "positions": [1800]},
+        "no keys": {"query_lens": [3, 70], "kv_lens": [0, 200], "positions": [0, 0]},
         "ragged again": ragged(2),
         "8192 from the start": {"query_lens": [8192], "kv_lens": [8192]},
         "2048 of 128K": {"query_lens": [2048], "kv_lens": [131072]},
@@ -278,7 +278,7 @@ def test_selection_equals_the_reference() -> None:
     """Narrow and wide rows, ties, NaN and infinities, any map from columns to blocks, strided planes and carriers."""
     draw = torch.Generator("cuda").manual_seed(0)
     tokens = 5 if SMALL else 61
-    for columns in (1, 15, 16, 17, 31, 33, 500, 1023, 1024, 1025, 8192, 12287):
+    for columns in (1, 17, 1024, 1025) if SMALL else (1, 15, 16, 17, 31, 33, 500, 1023, 1024, 1025, 8192, 12287):
         for scale, offset in ((1, 0), (2, 0), (2, 1)):
             plane = Plane(tokens, columns)
             plane.view.copy_(torch.randn(tokens, NUM_HEADS, columns, generator=draw, device="cuda"))
@@ -340,7 +340,7 @@ def run_step(
     return torch.cat(outputs, dim=1), carriers
 
 
-@pytest.mark.parametrize("forced", [(0, 1), (1, 2), (8, 8)])
+@pytest.mark.parametrize("forced", [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)])
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
 ) -> None:
