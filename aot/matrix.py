@@ -88,11 +88,15 @@ FILL_THREADS = 256
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     tuning = DECODE_SCORE[arch.name, layout.name]
     query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
-    ring_bytes = [stages * tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes for stages in tuning.stages]
-    staging_bytes = [tiles * 8 * (GROUP_COLUMNS + 4) * 4 for tiles in query_tiles]
-    shared = [
-        warps * (ring + staging + stages * 8)
-        for warps, stages, ring, staging in zip(tuning.warps, tuning.stages, ring_bytes, staging_bytes, strict=True)
+    chunk_bytes = tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes
+
+    def shared_bytes(tiles: int, warps: int, stages: int, lists: int) -> int:
+        staging = tiles * 8 * (GROUP_COLUMNS + 4) * 4
+        return warps * (stages * (chunk_bytes + 8) + staging + lists * tiles * 8 * layouts.TOP_K * 8)
+
+    shared = [shared_bytes(*shape, 0) for shape in zip(query_tiles, tuning.warps, tuning.stages, strict=True)]
+    list_shared = [
+        shared_bytes(*shape, 1) for shape in zip(query_tiles, tuning.list_warps, tuning.list_stages, strict=True)
     ]
     return Unit(
         architecture=arch,
@@ -100,8 +104,9 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
         layout=layout,
         template="decode_score.cu.j2",
         kernels=tuple(
-            Kernel(f"decode_score_{n}", f"msa_icp_decode_score_{layout.name}_n{n}", warps * 32, size)
-            for n, warps, size in zip(query_tiles, tuning.warps, shared, strict=True)
+            Kernel(f"decode_{job}_{n}", f"msa_icp_decode_{job}_{layout.name}_n{n}", warps * 32, size)
+            for job, all_warps, sizes in (("score", tuning.warps, shared), ("lists", tuning.list_warps, list_shared))
+            for n, warps, size in zip(query_tiles, all_warps, sizes, strict=True)
         ),
         context={
             **CONSTANTS,
@@ -111,6 +116,7 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
             "tuning": tuning,
             "query_tiles": query_tiles,
             "shared": shared,
+            "list_shared": list_shared,
         },
     )
 
@@ -162,6 +168,7 @@ def _common_unit(arch: Architecture) -> Unit:
                 for width, threads in (("narrow", tuning.narrow), ("wide", tuning.wide))
                 for form in ("legacy", "tagged")
             ),
+            *(Kernel(f"fold_publish_{form}", f"msa_icp_fold_publish_{form}", 256) for form in ("legacy", "tagged")),
             *(
                 Kernel(f"merge_{source}_{world}", f"msa_icp_merge_{source}_{world}", world * layouts.TOP_K)
                 for world in layouts.WORLD_SIZES

@@ -12,19 +12,24 @@ from ..layout import LAYOUTS
 class DecodeScoreTuning:
     """Shape of the decode scorer: a CTA of ``warps`` warps, each with its own ring of ``stages`` key chunks.
 
-    Warps and stages are by tiles of 8 query rows, 1 to 4; registers bound the warps.
+    Warps and stages are by tiles of 8 query rows, 1 to 4; registers bound the warps. ``list_warps`` and ``list_stages``
+    are those of the fused chain's scorer, whose lists take shared memory too.
     """
 
     warps: tuple[int, int, int, int]
     stages: tuple[int, int, int, int]
+    list_warps: tuple[int, int, int, int]
+    list_stages: tuple[int, int, int, int]
     chunk_rows: int = 32
 
 
 # 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run:
 # 35.2 us; 36.5 us with 16 x 2, 35.8 us with 8 x 3. An earlier scorer took 37.1 us with 8 x 3 and 40.2 us with 8 x 6:
 # more in flight only queues in the memory system.
-_LARGE = DecodeScoreTuning(warps=(12, 12, 12, 8), stages=(2, 2, 2, 3))
-_SMALL = DecodeScoreTuning(warps=(8, 8, 6, 4), stages=(2, 2, 2, 2))
+_LARGE = DecodeScoreTuning(
+    warps=(12, 12, 12, 8), stages=(2, 2, 2, 3), list_warps=(12, 12, 12, 8), list_stages=(2, 2, 2, 3)
+)
+_SMALL = DecodeScoreTuning(warps=(8, 8, 6, 4), stages=(2, 2, 2, 2), list_warps=(8, 6, 4, 4), list_stages=(2, 2, 2, 2))
 _BY_ARCHITECTURE = {
     "sm_90a": _LARGE,
     # The same shape; these GPUs have the same 227 KB of shared memory. Not measured.

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from typing import Any
 
 import torch
 
 from .backends import find_backend
-from .backends.calls import Chain, MergeHalf, PrefillLocal, PrefillMerge, PrefillPlan, PublishHalf
+from .backends.calls import PrefillLocal, PrefillMerge, PrefillPlan
 from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SEGMENTS, NUM_HEADS, ROW_WORDS, find_layout
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
@@ -105,16 +107,6 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.fused_decode_min_batch: int | None = None
         self.fused_prefill = False
         self.prefill_short_tokens = 0
-        # What every launch of the decode chain takes from the plan, in the launcher's order.
-        self.chain_numbers = (
-            self.rank,
-            self.world_size,
-            self.heads_per_rank,
-            self.max_decode_tokens,
-            self.init_blocks,
-            self.local_blocks,
-            self.spin_limit,
-        )
         # What receive storage has, and a shape unless it is any 1-D one.
         self._comm_fields: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
             "recv": (torch.int32, self.comm_layout["legacy_shape"]),
@@ -125,6 +117,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             "expected_generations": (torch.int32, self.comm_layout["expected_shape"]),
             "errors": (torch.int32, None),
         }
+        self._comm_getter = operator.attrgetter(*self._comm_fields)
+        # What every launch of the decode chain takes from the plan and the receive storage, as the launcher reads it.
+        self.chain_state = torch.zeros(0, dtype=torch.int64)
         self._backend = implementation
         # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
         storage = msa_icp_index_score_plan_storage(
@@ -138,6 +133,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
         self._checked_comm: tuple[Any, ...] = ()
+        self._settled_comm: Any = None
 
     def __repr__(self) -> str:
         return (
@@ -223,13 +219,37 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 f"comm.tagged_recv must follow comm.recv in one storage, at {wanted} bytes, was "
                 f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
             )
-        self._checked_comm = tuple(getattr(comm, name) for name in self._comm_fields)
+        self._checked_comm = self._comm_getter(comm)
+        # The fields of a frozen dataclass stay what they are.
+        settled = dataclasses.is_dataclass(comm) and type(comm).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        self._settled_comm = comm if settled else None
+        self.chain_state = torch.tensor(
+            [
+                -1 if self.device.index is None else self.device.index,
+                self.rank,
+                self.world_size,
+                self.heads_per_rank,
+                self.max_decode_tokens,
+                self.init_blocks,
+                self.local_blocks,
+                self.spin_limit,
+                self.page_size,
+                self.max_decode_query_len,
+                self.index_scale,
+                self.index_offset,
+                *(field.data_ptr() for field in self._checked_comm),
+            ],
+            dtype=torch.int64,
+        )
 
     def _require_comm(self, comm: Any) -> None:
-        checked = self._checked_comm
-        if not checked or any(
-            getattr(comm, name, None) is not field for name, field in zip(self._comm_fields, checked, strict=True)
-        ):
+        if comm is self._settled_comm is not None:
+            return
+        try:
+            fields = self._comm_getter(comm)
+        except AttributeError:
+            fields = ()
+        if not fields or not self._checked_comm or not all(map(operator.is_, fields, self._checked_comm)):
             self.check_comm(comm)
 
     def _require_form(self, tagged: bool) -> None:
@@ -256,7 +276,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         tagged: bool,
         decode_query_len: int,
         enable_pdl: bool = True,
-        pool: None = None,
+        pool: torch.Tensor | None = None,
     ) -> None:
         """One layer's decode chain: score, select and publish, merge.
 
@@ -275,7 +295,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         num_valid_pages : torch.Tensor
             int32 ``[T]``, B128 blocks that each token may select, 0 for padding.
         scores : torch.Tensor
-            float32 ``[at least T, 4, columns]``, scratch; see ``decode_scores_shape``.
+            float32 ``[at least T, 4, columns]``, scratch; see ``decode_scores_shape``. Unused by the fused chain, where
+            it may be None.
         output : torch.Tensor
             int32 ``[T, heads_per_rank, 16]``: the selected blocks of the heads that this rank owns, ascending, with a
             tail of -1.
@@ -292,8 +313,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             call may write the query and the newest page, but not ``seq_lens``, ``block_table`` or pages that end at or
             before ``seq_len - decode_query_len``.
 
-        pool : None
-            The fused chain's pool; there is no fused chain yet.
+        pool : torch.Tensor, optional
+            uint8 of ``msa_icp_decode_pool_bytes``, 16-byte aligned: run the fused chain, which keeps lists of
+            candidates in it instead of score rows, with the same result.
 
         Raises
         ------
@@ -302,13 +324,11 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
-        if pool is not None:
-            raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
         self._require_comm(comm)
         self._require_form(tagged)
-        publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
-        merge = MergeHalf(num_valid_pages, output)
-        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, merge))
+        _require_output(output)
+        half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
 
     def decode_publish(
         self,
@@ -324,6 +344,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         tagged: bool,
         decode_query_len: int,
         enable_pdl: bool = True,
+        pool: torch.Tensor | None = None,
     ) -> None:
         """The first half of :meth:`decode`: score, select and publish. Arguments are those of ``decode``.
 
@@ -331,8 +352,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         """
         self._require_comm(comm)
         self._require_form(tagged)
-        publish = PublishHalf(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len)
-        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, publish, None))
+        half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, None)
 
     def decode_merge(
         self,
@@ -347,8 +368,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
         self._require_comm(comm)
         self._require_form(tagged)
-        merge = MergeHalf(num_valid_pages, output)
-        self._backend.decode(Chain(self, comm, slot, tagged, enable_pdl, None, merge))
+        _require_output(output)
+        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
 
     def prefill_window_plan(
         self,
@@ -493,6 +514,12 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._backend.prefill_merge(
             PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
         )
+
+
+def _require_output(output: Any) -> None:
+    """A backend takes None for a chain without a merge."""
+    if output is None:
+        raise ValueError("output must be a dense tensor, was None")
 
 
 def prepare_msa_icp_indexer(

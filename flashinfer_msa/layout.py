@@ -33,6 +33,8 @@ ITEM_TOKENS = 64
 """Query tokens of one segment that a prefill work item scores together."""
 UNIT_BLOCKS = 4
 """Blocks of an item that a prefill plan gives out at a time."""
+ITEM_UNITS = 2
+"""Units that an item costs beside those of its blocks: its queries are loaded, and its first keys waited for."""
 MAX_SEGMENTS = 65536
 """Segments a prefill window may have."""
 MAX_ITEMS = 65535

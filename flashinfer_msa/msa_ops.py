@@ -16,6 +16,7 @@ from .backends.calls import (
     Merge,
     PrefillPlan,
     PrefillScore,
+    ScorePublish,
     SelectPrefill,
     SelectPublish,
     multiprocessors_of,
@@ -41,6 +42,7 @@ __all__ = [
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",
     "msa_icp_decode_score_columns",
+    "msa_icp_decode_score_publish",
     "msa_icp_index_score_columns",
     "msa_icp_index_score_plan_storage",
     "msa_icp_index_score_sharded",
@@ -202,6 +204,77 @@ def msa_icp_topk_select_publish(
             generations=generations,
             index_scale=index_scale,
             index_offset=index_offset,
+        )
+    )
+
+
+def msa_icp_decode_score_publish(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_valid_pages: torch.Tensor,
+    pool: torch.Tensor,
+    recv_bases: torch.Tensor,
+    errors: torch.Tensor,
+    *,
+    rank: int,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    slot: int,
+    capacity: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    spin_limit: int = 1 << 26,
+    generations: torch.Tensor | None = None,
+    enable_pdl: bool = True,
+    backend: str = "cake",
+) -> None:
+    """Score, select and publish without score rows; the receive rows are those of the two functions in turn.
+
+    Arguments are those of ``msa_icp_decode_index_score_sharded`` and ``msa_icp_topk_select_publish``. Candidates are
+    the columns of a request's keys that ``block_table`` has, at most 8192, with a global id below
+    ``num_valid_pages[t]``; the scorer keeps sorted lists of the 16 best of a row's splits, which the publisher folds.
+
+    Parameters
+    ----------
+    pool : torch.Tensor
+        uint8 of at least ``msa_icp_decode_pool_bytes`` for the tokens of the call, contiguous, 16-byte aligned, a
+        multiple of 8 bytes; never zeroed.
+    enable_pdl : bool
+        Launch both kernels as programmatic dependents, with the scorer's requirements on the preceding kernel.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, or no kernels are installed for the GPU.
+    RuntimeError
+        If an earlier wait has run out. The torch backend raises it for its own wait, as nothing could end that.
+    """
+    find_backend(backend).score_publish(
+        ScorePublish(
+            index_q=index_q,
+            index_k=index_k,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            num_valid_pages=num_valid_pages,
+            pool=pool,
+            recv_bases=recv_bases,
+            errors=errors,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            decode_query_len=decode_query_len,
+            slot=slot,
+            capacity=capacity,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            spin_limit=spin_limit,
+            generations=generations,
+            enable_pdl=enable_pdl,
         )
     )
 

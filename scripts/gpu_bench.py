@@ -31,7 +31,7 @@ def main(output: str) -> None:
         bench.decode_rows(layouts, WARM_CASES, cold=False),
         bench.selection_rows(),
         bench.prefill_rows(layouts, PREFILL_CASES, gemm_tflops=gemm_tflops),
-        bench.balance_rows(layouts),
+        bench.balance_rows([LAYOUTS["p128_tp4"], LAYOUTS["p256_tp2"]]),
         bench.host_rows(),
     ):
         row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}

@@ -12,6 +12,10 @@ inline constexpr int kDecodeBatchTile = 1024;
 // Score columns up to which the publisher for narrow rows serves.
 inline constexpr int kNarrowColumns = 1024;
 
+// Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The place of the last one holds how
+// many there are.
+inline constexpr int kPoolLists = 128;
+
 enum class Wait : int { kPublish = 1, kMerge = 2 };
 enum class RowForm : int { kLegacy = 0, kTagged = 1 };
 
@@ -47,6 +51,11 @@ struct DecodeScoreParams {
   int query_len;
   int rank;
   int vector_stores;
+  // Of the fused chain, which keeps lists in place of scores.
+  const int* num_valid_pages;
+  unsigned long long* pool;
+  int force_begin_blocks;
+  int force_end_blocks;
 };
 
 // The rows that a selection reads, and which of their columns are candidates.
@@ -63,8 +72,8 @@ struct SelectParams {
   int force_end_blocks;
 };
 
-struct SelectPublishParams {
-  SelectParams select;
+// Where the rows of all tokens are published.
+struct PublishParams {
   const long long* recv_bases;
   int* generations;
   int* errors;
@@ -75,6 +84,19 @@ struct SelectPublishParams {
   int capacity;
   int slot;
   int spin_limit;
+};
+
+struct SelectPublishParams {
+  SelectParams select;
+  PublishParams publish;
+};
+
+struct FoldPublishParams {
+  const unsigned long long* pool;
+  const int* seq_lens;
+  int table_columns;
+  int query_len;
+  PublishParams publish;
 };
 
 struct MergeParams {
@@ -105,8 +127,9 @@ struct alignas(64) TensorMap {
 };
 
 // A prefill window's work. Its segments are cut into items of kItemTokens query tokens, the blocks that an item sees into
-// units of kUnitBlocks, and the units of all items, in order, into one range a multiprocessor. An item is a word
-// `segment | tile << 16 | blocks << 32`, a range `item | unit << 16 | units << 32`: where it starts and how long it is.
+// units of kUnitBlocks, ahead of which kItemUnits stand for its start, and the units of all items, in order, into one
+// range a multiprocessor. An item is a word `segment | tile << 16 | blocks << 32`, a range
+// `item | unit << 16 | units << 32`: where it starts and how long it is.
 struct PrefillPlanParams {
   const int* qo_segment_lens;
   const int* kv_segment_lens;

@@ -24,6 +24,12 @@ __device__ __forceinline__ Key candidate_key(float score, int id, bool forced) {
          static_cast<Key>(kMaxBlocks - 1 - id);
 }
 
+// The score of a key, of a score that is neither NaN nor -0.0.
+__device__ __forceinline__ float score_of(Key key) {
+  const unsigned ordered = static_cast<unsigned>(key >> kIdBits);
+  return __int_as_float(static_cast<int>(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered));
+}
+
 __device__ __forceinline__ int id_of(Key key) {
   return kMaxBlocks - 1 - static_cast<int>(key & static_cast<Key>(kMaxBlocks - 1));
 }

@@ -189,12 +189,11 @@ struct Selected {
   int place, bits, id;
 };
 
-template <int kThreads>
-__device__ __forceinline__ Selected order_by_id(const Selection<kThreads>& shared, int lane) {
+__device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], const float (&scores)[kTopK], int lane) {
   Selected selected;
-  const Key key = lane < kTopK ? shared.winner[lane] : kNoCandidate;
+  const Key key = lane < kTopK ? winner[lane] : kNoCandidate;
   selected.id = key == kNoCandidate ? -1 : id_of(key);
-  selected.bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : shared.winner_scores[lane]);
+  selected.bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : scores[lane]);
   selected.place = selected.id < 0 ? lane : 0;  // ranks are dense, so empty places are the last ones already
 #pragma unroll
   for (int i = 0; i < kTopK; ++i) {

@@ -1249,18 +1249,74 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert msa_ops.msa_icp_decode_score_columns(np.int64(4096), 128) == 32
 
 
-def test_a_pool_is_refused_until_there_is_a_fused_chain() -> None:
-    plan = msa_ops.prepare_msa_icp_indexer(**LIMITS)
-    nothing: Any = None
-    with pytest.raises(ValueError, match=r"^pool must be None, .*, was Tensor"):
-        plan.decode(
-            *[nothing] * 7,
-            comm=nothing,
-            slot=0,
-            tagged=True,
-            decode_query_len=1,
-            pool=torch.zeros(8, dtype=torch.uint8),
-        )
+def fused_call(**changes: Any) -> None:
+    """A fused scorer and publisher of 4 tokens, with ``changes``."""
+    base = make_call("decode_score", "p128_tp2", 4)
+    publish = make_call("publish", "p128_tp2", 4)
+    arguments = {
+        **{name: base[name] for name in ("index_q", "index_k", "block_table", "seq_lens")},
+        **{name: publish[name] for name in ("num_valid_pages", "recv_bases", "errors")},
+        "pool": torch.zeros(4 * 4 * 128 * 16 * 8, dtype=torch.uint8),
+    }
+    numbers: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 2,
+        "page_size": 128,
+        "decode_query_len": 2,
+        "slot": 0,
+        "capacity": 8,
+        "force_begin_blocks": 1,
+        "force_end_blocks": 2,
+    }
+    msa_ops.msa_icp_decode_score_publish(**{**arguments, **numbers, "backend": "torch", **changes})
+
+
+POOL_BYTES = 4 * 4 * 128 * 16 * 8
+BAD_POOLS = {
+    "too small": (torch.zeros(POOL_BYTES - 8, dtype=torch.uint8), f"pool must have at least {POOL_BYTES} elements .*"),
+    "odd": (
+        torch.zeros(POOL_BYTES + 4, dtype=torch.uint8),
+        f"pool must have a multiple of 8 bytes, had {POOL_BYTES + 4}",
+    ),
+    "int32": (torch.zeros(POOL_BYTES, dtype=torch.int32), "pool must be torch.uint8, was torch.int32"),
+    "two dimensions": (torch.zeros(2, POOL_BYTES, dtype=torch.uint8), "pool must have 1 dimensions, .*"),
+    "strided": (torch.zeros(2 * POOL_BYTES, dtype=torch.uint8)[::2], "pool must be contiguous, .*"),
+    "shifted": (torch.zeros(POOL_BYTES + 8, dtype=torch.uint8)[8:], "pool must start at an address aligned to 16 .*"),
+    "None": (None, "pool must be a dense tensor, was None"),
+}
+
+
+@pytest.mark.parametrize(("pool", "says"), BAD_POOLS.values(), ids=BAD_POOLS)
+def test_bad_decode_pools_are_refused(pool: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        fused_call(pool=pool)
+    if pool is not None:
+        make_call("decode_publish").refuses(says, pool=pool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"decode_query_len": 9}, r"decode_query_len must be in \[1, 8\], was 9"),
+        ({"page_size": 64}, "page_size must be 128 or 256, was 64"),
+        ({"world_size": 3}, "world_size must be 2 or 4, was 3"),
+        ({"rank": 2}, r"rank must be in \[0, 1\], was 2"),
+        ({"slot": 3}, r"slot must be in \[0, 2\], was 3"),
+        ({"capacity": 3}, "capacity must be at least the number of tokens, 4, was 3"),
+        ({"force_begin_blocks": 15}, r"force_begin_blocks \+ force_end_blocks must be at most 16, was 15 \+ 2"),
+        ({"spin_limit": 0}, "spin_limit must be in .*, was 0"),
+        ({"enable_pdl": 1}, "enable_pdl must be True or False, was 1"),
+        ({"generations": torch.zeros(3, 4, 7, dtype=torch.int32)}, "generations must have shape .*"),
+        ({"num_valid_pages": torch.zeros(3, dtype=torch.int32)}, "num_valid_pages must have shape .*"),
+        ({"recv_bases": torch.zeros(4, dtype=torch.int64)}, "recv_bases must have shape .*"),
+        ({"errors": torch.zeros(0, dtype=torch.int32)}, "errors must have at least 1 elements .*"),
+        ({"backend": "cuda"}, "backend must be one of .*"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_fused_calls_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        fused_call(**changes)
 
 
 # --- prefill windows --------------------------------------------------------------------------------------------------

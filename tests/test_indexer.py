@@ -17,7 +17,7 @@ from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
-from flashinfer_msa.simulate import DecodeProblem, brute_force_top16
+from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, group_plans
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
@@ -466,3 +466,86 @@ def test_a_chain_that_cannot_end_publishes_nothing() -> None:
             assert torch.equal(now, then)
     group.publish(1, problem, 1, True)
     group.decode(0, problem, 1, True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_the_fused_chain_publishes_the_same_rows(layout: Layout, tagged: bool) -> None:
+    """With a pool, and by the function of its own: receive storage is equal to the bit, padding rows included."""
+    problem = DecodeProblem.random(layout, seq_lens=[0, 1, 500, 3000], decode_query_len=2, seed=3, special=True)
+    valid = problem.num_valid_pages.clone()
+    valid[5] = 0
+    tokens = len(problem.index_q)
+    plans = group_plans(
+        layout,
+        ["cpu"],
+        init_blocks=1,
+        local_blocks=2,
+        max_decode_tokens=tokens + 1,
+        max_decode_query_len=2,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=4,
+        max_model_len=3072,
+        num_sparse_layers=2,
+        backend="torch",
+    )
+    plan, keys = plans[1], problem.shard(1)
+    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
+    pool = torch.full((size,), 255, dtype=torch.uint8)
+    inputs = (problem.index_q, keys, problem.block_table, problem.seq_lens, valid)
+    separate, fused, function = (local_comm(plans) for _ in range(3))
+    form = {"slot": 1, "tagged": tagged, "decode_query_len": 2}
+    plan.decode_publish(*inputs, torch.empty(plan.decode_scores_shape()), comm=separate[1], **form)
+    plan.decode_publish(*inputs, None, comm=fused[1], pool=pool, **form)
+    comm = function[1]
+    msa_ops.msa_icp_decode_score_publish(
+        *inputs,
+        pool,
+        comm.tagged_recv_bases if tagged else comm.recv_bases,
+        comm.errors,
+        rank=1,
+        world_size=layout.world_size,
+        page_size=layout.page_size,
+        decode_query_len=2,
+        slot=1,
+        capacity=tokens + 1,
+        force_begin_blocks=1,
+        force_end_blocks=2,
+        generations=comm.publish_generations if tagged else None,
+        backend="torch",
+    )
+    for other in (fused, function):
+        for a, b in zip(separate[0].storages, other[0].storages, strict=True):
+            assert torch.equal(a, b)
+    assert any(storage.any() for storage in separate[0].storages)
+
+
+@pytest.mark.parametrize("half", ["decode", "decode_merge"])
+def test_an_output_of_none_is_refused(half: str) -> None:
+    """It would be a chain without a merge."""
+    layout = LAYOUTS["p128_tp2"]
+    problem = DecodeProblem.random(layout, seq_lens=[10], decode_query_len=1)
+    plans = group_plans(
+        layout,
+        ["cpu"],
+        init_blocks=1,
+        local_blocks=2,
+        max_decode_tokens=1,
+        max_decode_query_len=1,
+        max_num_batched_tokens=1,
+        max_num_seqs=1,
+        max_model_len=128,
+        num_sparse_layers=2,
+        backend="torch",
+    )
+    plan, comm = plans[0], local_comm(plans)[0]
+    form = {"comm": comm, "slot": 0, "tagged": False}
+    nothing: Any = None
+    with pytest.raises(ValueError, match="^output must be a dense tensor, was None"):
+        if half == "decode_merge":
+            plan.decode_merge(problem.num_valid_pages, nothing, **form)
+        else:
+            scores = torch.full(plan.decode_scores_shape(), 5.0)
+            inputs = (problem.index_q, problem.shard(0), problem.block_table, problem.seq_lens, problem.num_valid_pages)
+            plan.decode(*inputs, scores, nothing, decode_query_len=1, **form)
+    assert not any(storage.any() for storage in comm.storages)

@@ -95,6 +95,11 @@ segment_lists = st.lists(
 )
 
 
+def units_of(blocks: int) -> int:
+    """Units of an item: two for its start, and one for every 4 blocks that it sees; none where it sees none."""
+    return 2 + math.ceil(blocks / 4) if blocks else 0
+
+
 @settings(max_examples=200, deadline=None)
 @given(segments=segment_lists, ranges=st.integers(1, 40), columns=st.integers(1, 80))
 @example(segments=[], ranges=3, columns=1)
@@ -111,14 +116,14 @@ def test_a_plan_deals_every_unit_out_once(segments: list[tuple[int, int, int]], 
     assert (work_info[len(items) :] == -1).all()
 
     # The units in order, and those that the ranges name, one after the other.
-    units = [(item, unit) for item, (_, _, blocks) in enumerate(items) for unit in range(math.ceil(blocks / 4))]
+    units = [(item, unit) for item, (_, _, blocks) in enumerate(items) for unit in range(units_of(blocks))]
     dealt, counts = [], []
     for word in work_range.tolist():
         item, unit, count = word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32
         counts.append(count)
         assert count or word == 0
         for _ in range(count):
-            while unit >= math.ceil(items[item][2] / 4):
+            while unit >= units_of(items[item][2]):
                 # Items without blocks lie between others, and a range never begins at one.
                 item, unit = item + 1, 0
             dealt.append((item, unit))
@@ -138,7 +143,7 @@ def test_a_plan_ends_with_its_room_for_items(room: int) -> None:
     )
     items = items_by_hand(lens, kv_lens, positions, 99)[:room]
     assert unpacked(work_info[:room]) == items and (work_info[room:] == -1).all()
-    assert int((work_range >> 32).sum()) == sum(math.ceil(blocks / 4) for _, _, blocks in items)
+    assert int((work_range >> 32).sum()) == sum(units_of(blocks) for _, _, blocks in items)
 
 
 def test_a_plan_packs_the_largest_window() -> None:
@@ -148,14 +153,14 @@ def test_a_plan_packs_the_largest_window() -> None:
     work_range, work_info = torch.full((2,), -1), torch.full((1,), -1)
     reference.prefill_plan(lens, kv_lens, kv_lens, work_range, work_info, columns=65535, max_items=1)
     assert unpacked(work_info) == [(65535, 0, 65535)]
-    assert work_range.tolist() == [8192 << 32, 8192 << 16 | 8192 << 32]
+    assert work_range.tolist() == [8193 << 32, 8193 << 16 | 8193 << 32]
     # Items at the end of a long segment: the last tile of 65535.
     work_info = torch.full((65535,), -1)
     reference.prefill_plan(
         int32([65535 * 64]), int32([200]), int32([0]), work_range, work_info, columns=2, max_items=65535
     )
     assert unpacked(work_info[-1:]) == [(0, 65534, 2)]
-    assert work_range.tolist() == [32768 - 1 << 32, 32767 | 32768 << 32]
+    assert work_range.tolist() == [98302 << 32, 32767 | 1 << 16 | 98303 << 32]
 
 
 def test_a_host_plan_equals_a_device_plan(window: dict[str, Any]) -> None:

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .calls import (
-    Chain,
     DecodeScore,
     Merge,
     PrefillLocal,
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    ScorePublish,
     SelectPrefill,
     SelectPublish,
 )
+
+if TYPE_CHECKING:
+    from ..indexer import MSAIcpIndexerPlan
 
 
 class Backend(Protocol):
@@ -40,8 +43,24 @@ class Backend(Protocol):
     def merge(self, call: Merge) -> None:
         """Merge the rows of every rank into the global Top16."""
 
-    def decode(self, call: Chain) -> None:
-        """Run the facade's chain, or the half of it that is called for."""
+    def score_publish(self, call: ScorePublish) -> None:
+        """Score, select and publish without score rows."""
+
+    def decode(
+        self,
+        plan: MSAIcpIndexerPlan,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        enable_pdl: bool,
+        num_valid_pages: torch.Tensor,
+        publish: tuple[Any, ...] | None,
+        output: torch.Tensor | None,
+    ) -> None:
+        """Run the facade's chain, or the half of it that is called for: no ``publish`` or no ``output``.
+
+        ``publish`` is what ``PublishHalf`` names.
+        """
 
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Cut a prefill window's work into ranges."""

@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..runtime import loader, native
 from ..sizing import require_device
 from .calls import (
-    Chain,
     DecodeScore,
     Merge,
     PrefillLocal,
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    ScorePublish,
     SelectPrefill,
     SelectPublish,
 )
+
+if TYPE_CHECKING:
+    from ..indexer import MSAIcpIndexerPlan
 
 
 class CakeBackend:
@@ -58,9 +61,35 @@ class CakeBackend:
         """Launch the merge."""
         native.call("merge", True, *call)
 
-    def decode(self, call: Chain) -> None:
+    def score_publish(self, call: ScorePublish) -> None:
+        """Launch the fused scorer and publisher."""
+        native.call("score_publish", True, *call)
+
+    def decode(
+        self,
+        plan: MSAIcpIndexerPlan,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        enable_pdl: bool,
+        num_valid_pages: torch.Tensor,
+        publish: tuple[Any, ...] | None,
+        output: torch.Tensor | None,
+    ) -> None:
         """Launch the facade's chain."""
-        native.call("decode", True, *call.arguments())
+        halves = (*publish, output) if publish and output is not None else publish or (output,)
+        native.call(
+            "decode",
+            True,
+            plan.chain_state,
+            publish is not None,
+            output is not None,
+            slot,
+            tagged,
+            enable_pdl,
+            num_valid_pages,
+            *halves,
+        )
 
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Launch the planner."""

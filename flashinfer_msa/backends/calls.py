@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..layout import BLOCK_TOKENS
 from ..score_plan import MSAIcpScorePlan
 from ..sizing import ceil_div, multiprocessor_count
-
-if TYPE_CHECKING:
-    from ..indexer import MSAIcpIndexerPlan
 
 
 class DecodeScore(NamedTuple):
@@ -71,70 +68,40 @@ class Merge(NamedTuple):
     expected_generations: Tensor | None
 
 
-class PublishHalf(NamedTuple):
-    """What the first half of the facade's chain is given."""
+class ScorePublish(NamedTuple):
+    """A call of the fused scorer and publisher."""
 
     index_q: Tensor
     index_k: Tensor
     block_table: Tensor
     seq_lens: Tensor
     num_valid_pages: Tensor
-    scores: Tensor
+    pool: Tensor
+    recv_bases: Tensor
+    errors: Tensor
+    rank: int
+    world_size: int
+    page_size: int
     decode_query_len: int
-
-
-class MergeHalf(NamedTuple):
-    """What the second half of the facade's chain is given."""
-
-    num_valid_pages: Tensor
-    output: Tensor
-
-
-class Chain(NamedTuple):
-    """A call of the facade's chain, or of one half of it."""
-
-    plan: MSAIcpIndexerPlan
-    comm: Any
     slot: int
-    tagged: bool
+    capacity: int
+    force_begin_blocks: int
+    force_end_blocks: int
+    spin_limit: int
+    generations: Tensor | None
     enable_pdl: bool
-    publish: PublishHalf | None
-    merge: MergeHalf | None
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What the launcher takes."""
-        plan, comm, publish, merge = self.plan, self.comm, self.publish, self.merge
-        arguments: tuple[Any, ...] = (
-            publish is not None,
-            merge is not None,
-            self.slot,
-            self.enable_pdl,
-            *plan.chain_numbers,
-        )
-        if publish is not None:
-            generations, bases = (
-                (comm.publish_generations, comm.tagged_recv_bases) if self.tagged else (None, comm.recv_bases)
-            )
-            arguments += (
-                publish.index_q,
-                publish.index_k,
-                publish.block_table,
-                publish.seq_lens,
-                publish.scores,
-                publish.num_valid_pages,
-                generations,
-                bases,
-                comm.errors,
-                plan.page_size,
-                plan.max_decode_query_len,
-                publish.decode_query_len,
-                plan.index_scale,
-                plan.index_offset,
-            )
-        if merge is not None:
-            recv, expected = (comm.tagged_recv, comm.expected_generations) if self.tagged else (comm.recv, None)
-            arguments += (*merge, comm.errors, self.tagged, recv, expected)
-        return arguments
+
+class PublishHalf(NamedTuple):
+    """What the first half of the facade's chain is given; without ``scores``, the fused one."""
+
+    index_q: Tensor
+    index_k: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scores: Tensor | None
+    pool: Tensor | None
+    decode_query_len: int
 
 
 class PrefillPlan(NamedTuple):

@@ -4,26 +4,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..layout import BLOCK_TOKENS, Layout, find_layout
+from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
 from ..runtime import native
 from ..score_plan import MSAIcpScorePlan
 from ..sizing import ceil_div, max_items, require_device
 from . import reference
 from .calls import (
-    Chain,
     DecodeScore,
     Merge,
     PrefillLocal,
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    PublishHalf,
+    ScorePublish,
     SelectPrefill,
     SelectPublish,
 )
+
+if TYPE_CHECKING:
+    from ..indexer import MSAIcpIndexerPlan
+
+
+class ChainTensors(NamedTuple):
+    """What both halves of the facade's chain share, and what the second adds."""
+
+    num_valid_pages: torch.Tensor
+    output: torch.Tensor | None
 
 
 def _require_torch(call: NamedTuple) -> None:
@@ -97,30 +108,72 @@ class TorchBackend:
             reference.merge_candidates(**_fields(call, "spin_limit", "enable_pdl", "tagged"))
 
     @torch.inference_mode()
-    def decode(self, call: Chain) -> None:
+    def score_publish(self, call: ScorePublish) -> None:
+        """Score into a plane of its own, select and publish in torch."""
+        native.call("score_publish", False, *call)
+        _require_torch(call)
+        if call.num_valid_pages.numel() == 0:
+            return
+        layout = find_layout(call.page_size, call.world_size)
+        scores = _score_plane(call.index_q, call.block_table)
+        reference.decode_index_score(
+            *call[:4], scores, layout=layout, rank=call.rank, decode_query_len=call.decode_query_len
+        )
+        reference.topk_select_publish(
+            scores,
+            call.num_valid_pages,
+            call.recv_bases,
+            call.errors,
+            slot=call.slot,
+            rank=call.rank,
+            world_size=call.world_size,
+            heads_per_rank=layout.heads_per_rank,
+            capacity=call.capacity,
+            force_begin_blocks=call.force_begin_blocks,
+            force_end_blocks=call.force_end_blocks,
+            generations=call.generations,
+            index_scale=layout.index_scale,
+            index_offset=layout.index_offset(call.rank),
+        )
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        plan: MSAIcpIndexerPlan,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        enable_pdl: bool,
+        num_valid_pages: torch.Tensor,
+        publish: tuple[Any, ...] | None,
+        output: torch.Tensor | None,
+    ) -> None:
         """The chain in torch. One whose merge could not end publishes nothing."""
-        native.call("decode", False, *call.arguments())
-        plan, comm, slot, tagged, _, publish, merge = call
-        for half in (publish, merge):
-            if half is not None:
-                _require_torch(half)
-        tokens = max(half.num_valid_pages.numel() for half in (publish, merge) if half is not None)
+        halves: tuple[Any, ...] = (*(publish or ()), *(() if output is None else (output,)))
+        given = (publish is not None, output is not None)
+        native.call("decode", False, plan.chain_state, *given, slot, tagged, enable_pdl, num_valid_pages, *halves)
+        half = None if publish is None else PublishHalf(*publish)
+        for tensors in (ChainTensors(num_valid_pages, output), half):
+            if tensors is not None:
+                _require_torch(tensors)
+        tokens = num_valid_pages.numel()
         if tokens == 0:
             return
         recv = (comm.tagged_recv if tagged else comm.recv)[slot]
         expected = comm.expected_generations[slot] if tagged else None
         here = {"rank": plan.rank, "slot": slot}
-        if publish is not None:
-            if merge is not None:
+        if half is not None:
+            if output is not None:
                 rows, counters = recv[:, :, :tokens], None if expected is None else expected[:, :tokens]
                 reference.require_rows(rows, counters, comm.errors, but_of=plan.rank, **here)
-            scores = publish.scores[:tokens]
+            fused = half.pool is not None or half.scores is None
+            scores = _score_plane(half.index_q, half.block_table) if fused else half.scores[:tokens]
             reference.decode_index_score(
-                **_fields(publish, "num_valid_pages", "scores"), score_out=scores, layout=plan.layout, rank=plan.rank
+                **_fields(half, "scores", "pool"), score_out=scores, layout=plan.layout, rank=plan.rank
             )
             reference.topk_select_publish(
                 scores,
-                publish.num_valid_pages,
+                num_valid_pages,
                 comm.tagged_recv_bases if tagged else comm.recv_bases,
                 comm.errors,
                 world_size=plan.world_size,
@@ -133,10 +186,11 @@ class TorchBackend:
                 index_offset=plan.index_offset,
                 **here,
             )
-        if merge is not None:
+        if output is not None:
             reference.merge_candidates(
                 recv,
-                *merge,
+                num_valid_pages,
+                output,
                 comm.errors,
                 init_blocks=plan.init_blocks,
                 local_blocks=plan.local_blocks,
@@ -226,6 +280,12 @@ class TorchBackend:
                 expected_generations=None,
                 prefill=True,
             )
+
+
+def _score_plane(index_q: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """A plane for the scores of every page of the block table, -inf where none is written."""
+    columns = min(max(ceil_div(block_table.shape[1], 4) * 4, 4), MAX_BLOCKS)
+    return torch.full((len(index_q), NUM_HEADS, columns), -torch.inf, device=index_q.device)
 
 
 def _layout_of(keys: torch.Tensor, world_size: int) -> Layout:

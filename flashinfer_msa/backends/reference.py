@@ -18,6 +18,7 @@ from flashinfer_msa.layout import (
     BLOCK_TOKENS,
     HEAD_DIM,
     ITEM_TOKENS,
+    ITEM_UNITS,
     MAX_BLOCKS,
     NUM_HEADS,
     NUM_SLOT_SETS,
@@ -95,9 +96,10 @@ def prefill_plan(
     """Cut a window's work evenly over ``len(packed_work_range)`` ranges.
 
     Lengths and positions are int32 ``[B]``. Segments are cut into items of 64 query tokens, the blocks that an item's
-    last token sees (at most ``columns``) into units of 4 blocks, and the units of all items, in order, into ranges
-    whose lengths differ by at most one. An item is packed as ``segment | tile << 16 | blocks << 32``, a range as
-    ``item | unit << 16 | units << 32``, its start and its length; an empty one is 0. At most ``max_items`` are planned.
+    last token sees (at most ``columns``) into units of 4 blocks, ahead of which 2 units stand for the item's start, and
+    the units of all items, in order, into ranges whose lengths differ by at most one. An item is packed as
+    ``segment | tile << 16 | blocks << 32``, a range as ``item | unit << 16 | units << 32``, its start and its length; an
+    empty one is 0. At most ``max_items`` are planned.
     """
     lens = qo_segment_lens.long().clamp(min=0)
     items = (lens + ITEM_TOKENS - 1) // ITEM_TOKENS
@@ -108,7 +110,8 @@ def prefill_plan(
     blocks = ((seen.clamp(min=0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS).clamp(max=columns)
     packed_work_info[: len(segment)] = segment | tile << 16 | blocks << 32
 
-    end_unit = ((blocks + UNIT_BLOCKS - 1) // UNIT_BLOCKS).cumsum(0)
+    units_of = torch.where(blocks > 0, ITEM_UNITS + (blocks + UNIT_BLOCKS - 1) // UNIT_BLOCKS, 0)
+    end_unit = units_of.cumsum(0)
     total, count = int(end_unit[-1]) if len(end_unit) else 0, len(packed_work_range)
     cuts = total * torch.arange(count + 1, device=lens.device) // count
     begin, units = cuts[:-1], cuts.diff()

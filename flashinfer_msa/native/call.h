@@ -40,6 +40,11 @@ class Call {
   double finite_number(const char* name);
   Tensor tensor(const char* name, Type type, int dimensions);
   Tensor optional_tensor(const char* name, Type type, int dimensions);
+  // Words of a dense int64 tensor in host memory, which the caller has made itself.
+  const void* host_words(const char* name, int64_t count);
+
+  // Demands that the tensors that follow are on this CUDA device, or with -1 on the CPU, as `whose` is.
+  void expect_device(int64_t index, const char* whose);
 
   // Requirements on a tensor taken before. `shape` says in words what `sizes` (-1: any) should be.
   void expect_shape(const Tensor& t, const char* shape, const int64_t* sizes);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decode operations of flashinfer_msa.msa_ops, and the merge that prefill uses too: argument checks, kernel
-// parameters, launches. Each takes `launch` first, then its arguments in the order in which the code takes them.
+// The decode operations of flashinfer_msa.msa_ops, and the merges: argument checks, kernel parameters, launches. Each
+// takes `launch` first, then its arguments in the order in which the code takes them.
 #include <tvm/ffi/c_api.h>
 
 #include "arguments.h"
@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kMaxBatch = int64_t{65535} * kDecodeBatchTile;
 constexpr int kRowsPerTile = 8;  // query rows of one tensor-core tile
+constexpr int64_t kPoolRowBytes = int64_t{kPoolLists} * kTopK * sizeof(unsigned long long);
 
 int take_heads_per_rank(Call& call, int world_size) {
   const int64_t heads = call.integer("heads_per_rank", INT64_MIN, INT64_MAX);
@@ -20,20 +21,20 @@ int take_heads_per_rank(Call& call, int world_size) {
   return as_int(heads);
 }
 
-// ---- decode scorer
+// ---- scorer
 
+// A decode scorer's arguments. It writes `scores`, or the lists of the fused chain into `pool`.
 struct Score {
-  Tensor index_q, seq_lens, scores;
+  Tensor index_q, seq_lens, scores, pool;
   Keys index_k;
   int rank, world_size, page_size, query_len;
   bool enable_pdl;
 };
 
-void take_score_tensors(Call& call, Score* s, const char* scores_name) {
+void take_score_tensors(Call& call, Score* s) {
   s->index_q = call.tensor("index_q", Type::kE4M3, 3);
   s->index_k = take_keys(call, "index_k");
   s->seq_lens = call.tensor("seq_lens", Type::kInt32, 1);
-  s->scores = call.tensor(scores_name, Type::kFloat32, 3);
 }
 
 // Checks a decode scorer's arguments. Its score plane may hold more tokens than it is asked for with `larger_plane`.
@@ -53,6 +54,15 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
   call.expect_contiguous(s.index_q);
   call.expect_aligned(s.index_q, 16);
   check_keys(call, s.index_k, info, batch, 0);
+  if (s.pool) {
+    call.expect_contiguous(s.pool);
+    call.expect_aligned(s.pool, 16);
+    call.expect_size(s.pool, 0, tokens * kHeads * kPoolRowBytes, INT64_MAX, "bytes for the lists of every row");
+    if (call.ok() && s.pool.size(0) % 8 != 0) {
+      call.fail("%s must have a multiple of 8 bytes, had %lld", s.pool.name, static_cast<long long>(s.pool.size(0)));
+    }
+    return layout;
+  }
   if (call.ok() && s.scores.size(2) % 4 != 0) {
     call.fail("%s must have a multiple of 4 columns, had %lld", s.scores.name,
               static_cast<long long>(s.scores.size(2)));
@@ -63,7 +73,13 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
       larger_plane ? "[at least batch * decode_query_len, heads, columns" : "[batch * decode_query_len, heads, columns",
       larger_plane ? kAny : tokens, kHeads, kAny);
   if (larger_plane) call.expect_size(s.scores, 0, tokens, INT64_MAX, "query tokens");
+  check_plane(call, s.scores);
   return layout;
+}
+
+int table_columns(const Score& s) {
+  const int64_t columns = s.index_k.block_table.size(1);
+  return as_int(columns < kMaxBlocks ? columns : kMaxBlocks);
 }
 
 DecodeScoreParams score_params(const Score& s) {
@@ -72,16 +88,21 @@ DecodeScoreParams score_params(const Score& s) {
   p.index_k = s.index_k.keys.data<unsigned char>();
   p.block_table = s.index_k.block_table.data<int>();
   p.seq_lens = s.seq_lens.data<int>();
-  p.scores = s.scores.data<float>();
   p.page_pitch = s.index_k.keys.stride(0);
   p.table_stride = s.index_k.block_table.stride(0);
-  p.score_token_stride = s.scores.stride(0);
-  p.score_head_stride = s.scores.stride(1);
-  p.table_columns = as_int(s.index_k.block_table.size(1) < kMaxBlocks ? s.index_k.block_table.size(1) : kMaxBlocks);
-  p.score_columns = as_int(s.scores.size(2));
+  p.table_columns = table_columns(s);
   p.batch = as_int(s.seq_lens.size(0));
   p.query_len = s.query_len;
   p.rank = s.rank;
+  if (s.pool) {
+    p.pool = s.pool.data<unsigned long long>();
+    p.score_columns = kMaxBlocks;
+    return p;
+  }
+  p.scores = s.scores.data<float>();
+  p.score_token_stride = s.scores.stride(0);
+  p.score_head_stride = s.scores.stride(1);
+  p.score_columns = as_int(s.scores.size(2));
   p.vector_stores =
       reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 && p.score_head_stride % 4 == 0;
   return p;
@@ -90,18 +111,17 @@ DecodeScoreParams score_params(const Score& s) {
 Launch score_launch(const Score& s, int layout, DecodeScoreParams* params, const Device& device) {
   const int tiles = (s.query_len * kHeads + kRowsPerTile - 1) / kRowsPerTile;
   const unsigned batch_rows = (params->batch + kDecodeBatchTile - 1) / kDecodeBatchTile;
-  return {layout,      kDecodeScore + tiles - 1, static_cast<unsigned>(device.multiprocessors), batch_rows, params,
-          s.enable_pdl};
+  const int role = (s.pool ? kDecodeLists : kDecodeScore) + tiles - 1;
+  return {layout, role, static_cast<unsigned>(device.multiprocessors), batch_rows, params, s.enable_pdl};
 }
 
-// ---- select and publish
+// ---- publisher
 
 struct Publish {
   Selection selection;
-  Tensor recv_bases, errors, generations;
-  int slot, rank, world_size, heads_per_rank, capacity, spin_limit;
-  const char* capacity_name = "capacity";
-  bool enable_pdl;
+  PublishParams target;
+  const char* capacity_name;
+  bool tagged, enable_pdl;
 };
 
 void check_errors(Call& call, const Tensor& errors) {
@@ -111,197 +131,178 @@ void check_errors(Call& call, const Tensor& errors) {
 
 void check_publish(Call& call, const Publish& p, int64_t tokens) {
   if (!call.ok()) return;
-  if (tokens > p.capacity) {
+  if (tokens > p.target.capacity) {
     call.fail("%s must be at least the number of tokens, %lld, was %d", p.capacity_name, static_cast<long long>(tokens),
-              p.capacity);
+              p.target.capacity);
   }
   check_selection(call, p.selection, tokens);
-  call.expect_shape(p.recv_bases, "[world_size", p.world_size);
-  call.expect_contiguous(p.recv_bases);
-  check_errors(call, p.errors);
-  call.expect_shape(p.generations, "[slot sets, heads, capacity", kSlotSets, kHeads, p.capacity);
-  call.expect_contiguous(p.generations);
 }
 
-SelectPublishParams publish_params(const Publish& p, int64_t tokens, const Device& device) {
-  SelectPublishParams out = {};
-  out.select = select_params(p.selection, tokens);
-  out.recv_bases = p.recv_bases.data<long long>();
-  out.generations = p.generations ? p.generations.data<int>() : nullptr;
-  out.errors = p.errors.data<int>();
-  out.fault = device.fault_on_device;
-  out.rank = p.rank;
-  out.world_size = p.world_size;
-  out.heads_per_rank = p.heads_per_rank;
-  out.capacity = p.capacity;
-  out.slot = p.slot;
-  out.spin_limit = p.spin_limit;
-  return out;
+// Checks the receive rows that a call of its own names, and notes where they lie.
+void check_target(Call& call, const Tensor& recv_bases, const Tensor& errors, const Tensor& generations, Publish* p) {
+  call.expect_shape(recv_bases, "[world_size", p->target.world_size);
+  call.expect_contiguous(recv_bases);
+  check_errors(call, errors);
+  call.expect_shape(generations, "[slot sets, heads, capacity", kSlotSets, kHeads, p->target.capacity);
+  call.expect_contiguous(generations);
+  if (!call.ok()) return;
+  p->target.recv_bases = recv_bases.data<long long>();
+  p->target.errors = errors.data<int>();
+  p->tagged = static_cast<bool>(generations);
+  p->target.generations = p->tagged ? generations.data<int>() : nullptr;
 }
 
-Launch publish_launch(const Publish& p, int64_t tokens, SelectPublishParams* params) {
-  const bool wide = p.selection.scores.size(2) > kNarrowColumns, tagged = static_cast<bool>(p.generations);
-  return {kCommon, kSelectPublish + 2 * wide + tagged, static_cast<unsigned>(tokens * kHeads), 1, params, p.enable_pdl};
+// The two ways to publish: what is selected from scores, and what is folded from lists.
+struct Publisher {
+  SelectPublishParams select;
+  FoldPublishParams fold;
+
+  Launch launch(const Publish& p, const Score& s, int64_t tokens, const Device& device) {
+    PublishParams target = p.target;
+    target.fault = device.fault_on_device;
+    const unsigned rows = static_cast<unsigned>(tokens * kHeads);
+    if (s.pool) {
+      fold = {};
+      fold.pool = s.pool.data<unsigned long long>();
+      fold.seq_lens = s.seq_lens.data<int>();
+      fold.table_columns = table_columns(s);
+      fold.query_len = s.query_len;
+      fold.publish = target;
+      return {kCommon, kFoldPublish + p.tagged, rows, 1, &fold, p.enable_pdl};
+    }
+    select.select = select_params(p.selection, tokens);
+    select.publish = target;
+    const bool wide = p.selection.scores.size(2) > kNarrowColumns;
+    return {kCommon, kSelectPublish + 2 * wide + p.tagged, rows, 1, &select, p.enable_pdl};
+  }
+};
+
+// What the fused scorer takes of the selection.
+void fuse(const Publish& p, DecodeScoreParams* params) {
+  params->num_valid_pages = p.selection.num_valid_pages.data<int>();
+  params->force_begin_blocks = p.selection.force_begin_blocks;
+  params->force_end_blocks = p.selection.force_end_blocks;
 }
 
 // ---- merge
 
-struct MergeCall {
-  Tensor num_valid_pages, output, errors;
-  int init_blocks, local_blocks, spin_limit, rank, slot;
+struct Merge {
+  Tensor num_valid_pages, output;
+  MergeParams params;
   bool enable_pdl, tagged, exchanged;
-  // The slot set: rows of [source, head, capacity], and the counters of [head, capacity].
-  char* recv;
-  int* expected;
-  int64_t source_stride, head_stride, row_stride;
-  int world_size, heads_per_rank, capacity;
 };
 
-void check_merge(Call& call, const MergeCall& m) {
+void check_merge(Call& call, const Merge& m) {
   if (!call.ok()) return;
   const int64_t tokens = m.num_valid_pages.size(0);
   call.expect_contiguous(m.num_valid_pages);
   call.expect_size(m.num_valid_pages, 0, 0, kMaxTokens, "query tokens");
-  if (tokens > m.capacity) {
-    call.fail("num_valid_pages must have at most capacity = %d tokens, had %lld", m.capacity,
+  if (tokens > m.params.capacity) {
+    call.fail("num_valid_pages must have at most capacity = %d tokens, had %lld", m.params.capacity,
               static_cast<long long>(tokens));
   }
-  call.expect_shape(m.output, "[tokens, heads_per_rank, 16", tokens, m.heads_per_rank, kTopK);
+  call.expect_shape(m.output, "[tokens, heads_per_rank, 16", tokens, m.params.heads_per_rank, kTopK);
   call.expect_unit_last_stride(m.output);
   call.expect_disjoint_rows(m.output);
-  if (m.errors) check_errors(call, m.errors);
 }
 
 // Checks one slot set or exchanged carrier `[world_size, heads_per_rank, capacity, words]`, and notes where its rows
 // lie.
-void check_rows(Call& call, const Tensor& recv, int words, MergeCall* m) {
+void check_rows(Call& call, const Tensor& recv, int words, MergeParams* p) {
   call.expect_shape(recv, "[world_size, heads_per_rank, capacity, words", kAny, kAny, kAny, words);
   call.expect_unit_last_stride(recv);
   for (int axis = 0; axis < 3; ++axis)
     call.expect_size(recv, axis, 0, INT32_MAX, "world_size, heads_per_rank, capacity");
   if (!call.ok()) return;
-  m->world_size = as_int(recv.size(0));
-  m->heads_per_rank = as_int(recv.size(1));
-  m->capacity = as_int(recv.size(2));
-  if ((m->world_size != 2 && m->world_size != 4) || m->world_size * m->heads_per_rank != kHeads) {
+  p->world_size = as_int(recv.size(0));
+  p->heads_per_rank = as_int(recv.size(1));
+  p->capacity = as_int(recv.size(2));
+  if ((p->world_size != 2 && p->world_size != 4) || p->world_size * p->heads_per_rank != kHeads) {
     call.fail(
         "%s must have shape [world_size, 4 / world_size, capacity, %d] with world_size 2 or 4, was [%d, %d, %d, %d]",
-        recv.name, words, m->world_size, m->heads_per_rank, m->capacity, words);
+        recv.name, words, p->world_size, p->heads_per_rank, p->capacity, words);
   }
   call.expect_disjoint_rows(recv);
-  m->row_stride = recv.stride(2);
-  m->head_stride = recv.stride(1);
-  m->source_stride = recv.stride(0);
-  m->recv = recv.data<char>();
+  p->recv_row_stride = recv.stride(2);
+  p->recv_head_stride = recv.stride(1);
+  p->recv_source_stride = recv.stride(0);
+  p->recv = recv.data<char>();
 }
 
-MergeParams merge_params(const MergeCall& m, const Device& device) {
-  MergeParams p = {};
-  p.recv = m.recv;
-  p.num_valid_pages = m.num_valid_pages.data<int>();
-  p.output = m.output.data<int>();
-  p.expected_generations = m.expected;
-  p.errors = m.errors ? m.errors.data<int>() : nullptr;
+Launch merge_launch(Merge* m, const Device& device) {
+  MergeParams& p = m->params;
+  p.num_valid_pages = m->num_valid_pages.data<int>();
+  p.output = m->output.data<int>();
+  p.output_token_stride = m->output.stride(0);
+  p.output_head_stride = m->output.stride(1);
   p.fault = device.fault_on_device;
-  p.recv_source_stride = m.source_stride;
-  p.recv_head_stride = m.head_stride;
-  p.recv_row_stride = m.row_stride;
-  p.output_token_stride = m.output.stride(0);
-  p.output_head_stride = m.output.stride(1);
-  p.world_size = m.world_size;
-  p.heads_per_rank = m.heads_per_rank;
-  p.capacity = m.capacity;
-  p.init_blocks = m.init_blocks;
-  p.local_blocks = m.local_blocks;
-  p.spin_limit = m.spin_limit;
-  p.rank = m.rank;
-  p.slot = m.slot;
-  return p;
+  const int role = kMerge + (p.world_size == 4 ? 3 : 0) + (m->exchanged ? 2 : m->tagged ? 1 : 0);
+  const unsigned rows = static_cast<unsigned>(m->num_valid_pages.size(0) * p.heads_per_rank);
+  return {kCommon, role, rows, 1, &p, m->enable_pdl};
 }
 
-Launch merge_launch(const MergeCall& m, MergeParams* params) {
-  const int role = kMerge + (m.world_size == 4 ? 3 : 0) + (m.exchanged ? 2 : m.tagged ? 1 : 0);
-  return {kCommon, role, static_cast<unsigned>(m.num_valid_pages.size(0) * m.heads_per_rank), 1, params, m.enable_pdl};
-}
+// ---- the facade's chain
 
-// ---- the facade's decode chain: both halves take the plan's numbers from one list
-
-struct Facade {
-  Score score;
-  Publish publish;
-  MergeCall merge;
+// What a chain takes from its plan and receive storage, which the facade has checked: int64 words in host memory, in
+// this order (flashinfer_msa/indexer.py packs them).
+struct ChainState {
+  int64_t device;  // index, or -1 for the CPU
+  int64_t rank, world_size, heads_per_rank, capacity, init_blocks, local_blocks, spin_limit;
+  int64_t page_size, max_query_len, index_scale, index_offset;
+  int64_t recv, tagged_recv, recv_bases, tagged_recv_bases, publish_generations, expected_generations, errors;
 };
 
-// Takes the numbers every decode half needs.
-void take_plan(Call& call, Facade* f) {
-  const int slot = as_int(call.integer("slot", 0, kSlotSets - 1));
-  const bool enable_pdl = call.flag("enable_pdl");
-  int rank, world_size;
-  take_rank(call, &rank, &world_size);
-  const int heads_per_rank = take_heads_per_rank(call, world_size);
-  const int capacity = as_int(call.integer("capacity", 1, INT32_MAX));
-  const int init_blocks = as_int(call.integer("init_blocks", 0, kTopK));
-  const int local_blocks = as_int(call.integer("local_blocks", 0, kTopK));
-  const int spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
-  f->score.rank = f->publish.rank = f->merge.rank = rank;
-  f->score.world_size = f->publish.world_size = f->merge.world_size = world_size;
-  f->publish.heads_per_rank = f->merge.heads_per_rank = heads_per_rank;
-  f->publish.capacity = f->merge.capacity = capacity;
-  f->publish.capacity_name = "max_decode_tokens";
-  f->publish.selection.force_begin_blocks = f->merge.init_blocks = init_blocks;
-  f->publish.selection.force_end_blocks = f->merge.local_blocks = local_blocks;
-  f->publish.spin_limit = f->merge.spin_limit = spin_limit;
-  f->publish.slot = f->merge.slot = slot;
-  f->score.enable_pdl = f->publish.enable_pdl = f->merge.enable_pdl = enable_pdl;
+const ChainState* take_state(Call& call) {
+  return static_cast<const ChainState*>(call.host_words("state", sizeof(ChainState) / sizeof(int64_t)));
 }
 
-// Takes what the publishing half adds.
-void take_publish_half(Call& call, Facade* f) {
-  take_score_tensors(call, &f->score, "scores");
-  f->publish.selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  f->publish.generations = call.optional_tensor("comm.publish_generations", Type::kInt32, 3);
-  f->publish.recv_bases =
-      call.tensor(f->publish.generations ? "comm.tagged_recv_bases" : "comm.recv_bases", Type::kInt64, 1);
-  f->publish.errors = call.tensor("comm.errors", Type::kInt32, 1);
-  f->score.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
-  const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
-  f->score.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
-  take_index_map(call, &f->publish.selection);
-  f->publish.selection.scores = f->score.scores;
+template <typename T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<intptr_t>(address));
 }
 
-// Takes what the merging half adds.
-void take_merge_half(Call& call, Facade* f) {
-  MergeCall& m = f->merge;
-  m.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  m.output = call.tensor("output", Type::kInt32, 3);
-  m.errors = call.tensor("comm.errors", Type::kInt32, 1);
-  m.tagged = call.flag("tagged");
-  m.exchanged = false;
-  const int words = m.tagged ? kTaggedWords : kRowWords;
-  const Tensor recv =
-      call.tensor(m.tagged ? "comm.tagged_recv" : "comm.recv", m.tagged ? Type::kInt64 : Type::kInt32, 5);
-  const Tensor expected = call.optional_tensor("comm.expected_generations", Type::kInt32, 3);
-  call.expect_shape(recv, "[slot sets, world_size, heads_per_rank, capacity, words", kSlotSets, m.world_size,
-                    m.heads_per_rank, m.capacity, words);
-  call.expect_contiguous(recv);
-  call.expect_shape(expected, "[slot sets, heads_per_rank, capacity", kSlotSets, m.heads_per_rank, m.capacity);
-  call.expect_contiguous(expected);
-  if (m.tagged && !expected) call.fail("comm.expected_generations must be a tensor for tagged rows, was None");
-  if (!call.ok()) return;
-  m.row_stride = words;
-  m.head_stride = static_cast<int64_t>(m.capacity) * words;
-  m.source_stride = m.heads_per_rank * m.head_stride;
-  m.recv = recv.data<char>() + m.slot * m.world_size * m.source_stride * (m.tagged ? 8 : 4);
-  m.expected = expected ? expected.data<int>() + static_cast<int64_t>(m.slot) * m.heads_per_rank * m.capacity : nullptr;
+void set_publish(const ChainState& state, int slot, bool tagged, bool enable_pdl, Publish* p) {
+  p->selection.force_begin_blocks = as_int(state.init_blocks);
+  p->selection.force_end_blocks = as_int(state.local_blocks);
+  p->selection.index_scale = as_int(state.index_scale);
+  p->selection.index_offset = as_int(state.index_offset);
+  p->target = {};
+  p->target.recv_bases = pointer<long long>(tagged ? state.tagged_recv_bases : state.recv_bases);
+  p->target.generations = tagged ? pointer<int>(state.publish_generations) : nullptr;
+  p->target.errors = pointer<int>(state.errors);
+  p->target.rank = as_int(state.rank);
+  p->target.world_size = as_int(state.world_size);
+  p->target.heads_per_rank = as_int(state.heads_per_rank);
+  p->target.capacity = as_int(state.capacity);
+  p->target.slot = slot;
+  p->target.spin_limit = as_int(state.spin_limit);
+  p->capacity_name = "max_decode_tokens";
+  p->tagged = tagged;
+  p->enable_pdl = enable_pdl;
 }
 
-int check_publish_half(Call& call, const Facade& f) {
-  const int layout = check_score(call, f.score, true);
-  if (!call.ok()) return 0;
-  check_plane(call, f.score.scores);
-  check_publish(call, f.publish, f.score.index_q.size(0));
-  return layout;
+void set_merge(const ChainState& state, int slot, bool tagged, bool enable_pdl, Merge* m) {
+  MergeParams& p = m->params;
+  p = {};
+  p.rank = as_int(state.rank);
+  p.slot = slot;
+  p.world_size = as_int(state.world_size);
+  p.heads_per_rank = as_int(state.heads_per_rank);
+  p.capacity = as_int(state.capacity);
+  p.init_blocks = as_int(state.init_blocks);
+  p.local_blocks = as_int(state.local_blocks);
+  p.spin_limit = as_int(state.spin_limit);
+  p.errors = pointer<int>(state.errors);
+  p.recv_row_stride = tagged ? kTaggedWords : kRowWords;
+  p.recv_head_stride = p.capacity * p.recv_row_stride;
+  p.recv_source_stride = p.heads_per_rank * p.recv_head_stride;
+  const int64_t slot_set = p.world_size * p.recv_source_stride * (tagged ? sizeof(int64_t) : sizeof(int32_t));
+  p.recv = pointer<char>(tagged ? state.tagged_recv : state.recv) + slot * slot_set;
+  const int64_t counters = static_cast<int64_t>(p.heads_per_rank) * p.capacity;
+  p.expected_generations = tagged ? pointer<int>(state.expected_generations) + slot * counters : nullptr;
+  m->tagged = tagged;
+  m->exchanged = false;
+  m->enable_pdl = enable_pdl;
 }
 
 }  // namespace
@@ -312,16 +313,16 @@ MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, T
   Call call(args, count);
   const bool launches = take_launch(call);
   Score s;
-  take_score_tensors(call, &s, "score_out");
+  take_score_tensors(call, &s);
+  s.scores = call.tensor("score_out", Type::kFloat32, 3);
   take_rank(call, &s.rank, &s.world_size);
   s.page_size = take_one_of(call, "page_size", 128, 256);
   const int max_query_len = as_int(call.integer("max_decode_query_len", 1, kMaxQueryLen));
   s.query_len = as_int(call.integer("decode_query_len", 1, max_query_len));
   s.enable_pdl = call.flag("enable_pdl");
   const int layout = check_score(call, s, false);
-  check_plane(call, s.scores);
   DecodeScoreParams params;
-  return finish<1>(call, launches && s.index_q && s.index_q.size(0) > 0, [&](Device& device, Launch* chain) {
+  return finish<1>(call, launches && call.ok() && s.index_q.size(0) > 0, [&](Device& device, Launch* chain) {
     params = score_params(s);
     chain[0] = score_launch(s, layout, &params, device);
     return 1;
@@ -333,28 +334,72 @@ MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, T
 MSA_EXPORT __tvm_ffi_select_publish(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Publish p;
+  Publish p = {};
+  p.capacity_name = "capacity";
   p.selection.scores = call.tensor("scores", Type::kFloat32, 3);
   p.selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  p.recv_bases = call.tensor("recv_bases", Type::kInt64, 1);
-  p.errors = call.tensor("errors", Type::kInt32, 1);
-  p.slot = as_int(call.integer("slot", 0, kSlotSets - 1));
-  take_rank(call, &p.rank, &p.world_size);
-  p.heads_per_rank = take_heads_per_rank(call, p.world_size);
-  p.capacity = as_int(call.integer("capacity", 1, INT32_MAX));
+  const Tensor recv_bases = call.tensor("recv_bases", Type::kInt64, 1);
+  const Tensor errors = call.tensor("errors", Type::kInt32, 1);
+  p.target.slot = as_int(call.integer("slot", 0, kSlotSets - 1));
+  take_rank(call, &p.target.rank, &p.target.world_size);
+  p.target.heads_per_rank = take_heads_per_rank(call, p.target.world_size);
+  p.target.capacity = as_int(call.integer("capacity", 1, INT32_MAX));
   take_forced_blocks(call, &p.selection);
-  p.spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
+  p.target.spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
   p.enable_pdl = call.flag("enable_pdl");
-  p.generations = call.optional_tensor("generations", Type::kInt32, 3);
+  const Tensor generations = call.optional_tensor("generations", Type::kInt32, 3);
   take_index_map(call, &p.selection);
   check_selected_plane(call, p.selection.scores);
   const int64_t tokens = call.ok() ? p.selection.scores.size(0) : 0;
   check_publish(call, p, tokens);
-  SelectPublishParams params;
+  check_target(call, recv_bases, errors, generations, &p);
+  Publisher publisher;
   return finish<1>(call, launches && tokens > 0, [&](Device& device, Launch* chain) {
-    params = publish_params(p, tokens, device);
-    chain[0] = publish_launch(p, tokens, &params);
+    chain[0] = publisher.launch(p, Score{}, tokens, device);
     return 1;
+  });
+}
+
+// score_publish(launch, index_q, index_k, block_table, seq_lens, num_valid_pages, pool, recv_bases, errors, rank,
+//               world_size, page_size, decode_query_len, slot, capacity, force_begin_blocks, force_end_blocks,
+//               spin_limit, generations, enable_pdl): the fused chain but for its merge
+MSA_EXPORT __tvm_ffi_score_publish(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  const bool launches = take_launch(call);
+  Score s;
+  Publish p = {};
+  p.capacity_name = "capacity";
+  take_score_tensors(call, &s);
+  p.selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
+  s.pool = call.tensor("pool", Type::kUInt8, 1);
+  const Tensor recv_bases = call.tensor("recv_bases", Type::kInt64, 1);
+  const Tensor errors = call.tensor("errors", Type::kInt32, 1);
+  take_rank(call, &s.rank, &s.world_size);
+  s.page_size = take_one_of(call, "page_size", 128, 256);
+  s.query_len = as_int(call.integer("decode_query_len", 1, kMaxQueryLen));
+  p.target.slot = as_int(call.integer("slot", 0, kSlotSets - 1));
+  p.target.capacity = as_int(call.integer("capacity", 1, INT32_MAX));
+  take_forced_blocks(call, &p.selection);
+  p.target.spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
+  const Tensor generations = call.optional_tensor("generations", Type::kInt32, 3);
+  s.enable_pdl = p.enable_pdl = call.flag("enable_pdl");
+  p.target.rank = s.rank;
+  p.target.world_size = s.world_size;
+  p.target.heads_per_rank = call.ok() ? kHeads / s.world_size : 1;
+  p.selection.index_scale = 1;  // the scorer knows the map
+  p.selection.index_offset = 0;
+  const int layout = check_score(call, s, false);
+  const int64_t tokens = call.ok() ? s.index_q.size(0) : 0;
+  check_publish(call, p, tokens);
+  check_target(call, recv_bases, errors, generations, &p);
+  DecodeScoreParams score;
+  Publisher publisher;
+  return finish<2>(call, launches && tokens > 0, [&](Device& device, Launch* chain) {
+    score = score_params(s);
+    fuse(p, &score);
+    chain[0] = score_launch(s, layout, &score, device);
+    chain[1] = publisher.launch(p, s, tokens, device);
+    return 2;
   });
 }
 
@@ -363,14 +408,14 @@ MSA_EXPORT __tvm_ffi_select_publish(void*, const TVMFFIAny* args, int32_t count,
 MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  MergeCall m = {};
-  m.rank = m.slot = -1;
+  Merge m = {};
+  m.params.rank = m.params.slot = -1;
   m.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
   m.output = call.tensor("output", Type::kInt32, 3);
-  m.errors = call.tensor("errors", Type::kInt32, 1);
-  m.init_blocks = as_int(call.integer("init_blocks", 0, INT32_MAX));
-  m.local_blocks = as_int(call.integer("local_blocks", 0, INT32_MAX));
-  m.spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
+  const Tensor errors = call.tensor("errors", Type::kInt32, 1);
+  m.params.init_blocks = as_int(call.integer("init_blocks", 0, INT32_MAX));
+  m.params.local_blocks = as_int(call.integer("local_blocks", 0, INT32_MAX));
+  m.params.spin_limit = as_int(call.integer("spin_limit", 1, INT32_MAX));
   m.enable_pdl = call.flag("enable_pdl");
   m.exchanged = call.flag("prefill");
   m.tagged = call.flag("tagged");
@@ -380,17 +425,17 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   if (call.ok() && m.exchanged && m.tagged)
     call.fail("expected_generations must be None with prefill=True, was a tensor");
   if (call.ok() && m.exchanged && m.enable_pdl) call.fail("enable_pdl must be False with prefill=True, was True");
-  check_rows(call, recv, words, &m);
+  check_rows(call, recv, words, &m.params);
   if (call.ok()) {
-    call.expect_shape(expected, "[heads_per_rank, capacity", m.heads_per_rank, m.capacity);
+    call.expect_shape(expected, "[heads_per_rank, capacity", m.params.heads_per_rank, m.params.capacity);
     call.expect_contiguous(expected);
-    m.expected = expected ? expected.data<int>() : nullptr;
+    m.params.expected_generations = expected ? expected.data<int>() : nullptr;
   }
   check_merge(call, m);
-  MergeParams params;
+  check_errors(call, errors);
   return finish<1>(call, launches && call.ok() && m.num_valid_pages.size(0) > 0, [&](Device& device, Launch* chain) {
-    params = merge_params(m, device);
-    chain[0] = merge_launch(m, &params);
+    m.params.errors = errors.data<int>();
+    chain[0] = merge_launch(&m, device);
     return 1;
   });
 }
@@ -400,56 +445,75 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
 MSA_EXPORT __tvm_ffi_prefill_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  MergeCall m = {};
-  m.rank = m.slot = -1;
+  Merge m = {};
+  m.params.rank = m.params.slot = -1;
   m.exchanged = true;
   const Tensor received = call.tensor("received", Type::kInt32, 4);
   m.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
   m.output = call.tensor("output", Type::kInt32, 3);
   const int64_t world_size = call.integer("world_size", 1, kHeads);
-  m.init_blocks = as_int(call.integer("init_blocks", 0, INT32_MAX));
-  m.local_blocks = as_int(call.integer("local_blocks", 0, INT32_MAX));
+  m.params.init_blocks = as_int(call.integer("init_blocks", 0, INT32_MAX));
+  m.params.local_blocks = as_int(call.integer("local_blocks", 0, INT32_MAX));
   call.expect_shape(received, "[world_size, heads_per_rank, tokens, words", world_size, kAny, kAny, kRowWords);
-  check_rows(call, received, kRowWords, &m);
+  check_rows(call, received, kRowWords, &m.params);
   check_merge(call, m);
-  MergeParams params;
   return finish<1>(call, launches && call.ok() && m.num_valid_pages.size(0) > 0, [&](Device& device, Launch* chain) {
-    params = merge_params(m, device);
-    chain[0] = merge_launch(m, &params);
+    chain[0] = merge_launch(&m, device);
     return 1;
   });
 }
 
-// decode(launch, publishes, merges, <plan>, <publishing half, if `publishes`>, <merging half, if `merges`>): the
-// facade's chain, or one half of it. Everything is checked before the first launch.
+// decode(launch, state, publishes, merges, slot, tagged, enable_pdl, num_valid_pages,
+//        <if publishes> index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len, <if merges> output):
+// the facade's chain, or one half of it; without scores, the fused one. Everything is checked before the first launch.
 MSA_EXPORT __tvm_ffi_decode(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
+  const ChainState* state = take_state(call);
   const bool publishes = call.flag("publishes"), merges = call.flag("merges");
-  Facade f = {};
-  take_plan(call, &f);
-  if (publishes) take_publish_half(call, &f);
-  if (merges) take_merge_half(call, &f);
-  const int layout = publishes ? check_publish_half(call, f) : kCommon;
-  if (merges) check_merge(call, f.merge);
-  const int64_t tokens = !call.ok()  ? 0
-                         : publishes ? f.publish.selection.num_valid_pages.size(0)
-                                     : f.merge.num_valid_pages.size(0);
+  const int slot = as_int(call.integer("slot", 0, kSlotSets - 1));
+  const bool tagged = call.flag("tagged"), enable_pdl = call.flag("enable_pdl");
+  if (state == nullptr || !call.ok()) return call.finish();
+  call.expect_device(state->device, "the indexer");
+  const Tensor num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
+  Score s;
+  Publish p = {};
+  Merge m = {};
+  int layout = kCommon;
+  if (publishes) {
+    s.rank = as_int(state->rank);
+    s.world_size = as_int(state->world_size);
+    s.page_size = as_int(state->page_size);
+    s.enable_pdl = enable_pdl;
+    take_score_tensors(call, &s);
+    s.scores = call.optional_tensor("scores", Type::kFloat32, 3);
+    s.pool = call.optional_tensor("pool", Type::kUInt8, 1);
+    s.query_len = as_int(call.integer("decode_query_len", 1, state->max_query_len));
+    if (call.ok() && !s.scores && !s.pool) call.fail("scores must be a dense tensor, was None");
+    set_publish(*state, slot, tagged, enable_pdl, &p);
+    p.selection.scores = s.scores;
+    p.selection.num_valid_pages = num_valid_pages;
+    layout = check_score(call, s, true);
+    check_publish(call, p, call.ok() ? s.index_q.size(0) : 0);
+  }
+  if (merges) {
+    m.num_valid_pages = num_valid_pages;
+    m.output = call.tensor("output", Type::kInt32, 3);
+    set_merge(*state, slot, tagged, enable_pdl, &m);
+    check_merge(call, m);
+  }
+  const int64_t tokens = call.ok() ? num_valid_pages.size(0) : 0;
   DecodeScoreParams score;
-  SelectPublishParams publish;
-  MergeParams merge;
+  Publisher publisher;
   return finish<3>(call, launches && tokens > 0, [&](Device& device, Launch* chain) {
     int length = 0;
     if (publishes) {
-      score = score_params(f.score);
-      publish = publish_params(f.publish, tokens, device);
-      chain[length++] = score_launch(f.score, layout, &score, device);
-      chain[length++] = publish_launch(f.publish, tokens, &publish);
+      score = score_params(s);
+      fuse(p, &score);
+      chain[length++] = score_launch(s, layout, &score, device);
+      chain[length++] = publisher.launch(p, s, tokens, device);
     }
-    if (merges) {
-      merge = merge_params(f.merge, device);
-      chain[length++] = merge_launch(f.merge, &merge);
-    }
+    if (merges) chain[length++] = merge_launch(&m, device);
     return length;
   });
 }

@@ -16,11 +16,13 @@ constexpr int kMaxLayouts = 16;
 constexpr int kCommon = 0;  // layout index of kernels that no layout specialises
 constexpr int kMaxQueryTiles = 4;
 
-// What a kernel does. `kDecodeScore + n - 1` scores n tiles of 8 query rows.
+// What a kernel does. `kDecodeScore + n - 1` scores n tiles of 8 query rows, and so do the fused chain's scorers.
 enum Role : int {
   kDecodeScore = 0,
-  kSelectPublish = kDecodeScore + kMaxQueryTiles,  // legacy and tagged for narrow rows, then for wide ones
-  kMerge = kSelectPublish + 4,                     // legacy, tagged and exchanged for 2 ranks, then for 4
+  kDecodeLists = kDecodeScore + kMaxQueryTiles,
+  kSelectPublish = kDecodeLists + kMaxQueryTiles,  // legacy and tagged for narrow rows, then for wide ones
+  kFoldPublish = kSelectPublish + 4,               // legacy, then tagged
+  kMerge = kFoldPublish + 2,                       // legacy, tagged and exchanged for 2 ranks, then for 4
   kPrefillPlan = kMerge + 6,
   kPrefillFill,
   kPrefillScore,                       // a column a page, then a column a block

@@ -41,13 +41,13 @@ def ragged(seed: int, segments: int = SEGMENTS) -> dict[str, Sequence[int]]:
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
-    "one token": {"query_lens": [1], "kv_lens": [1]},
-    "empty segments": {"query_lens": [0, 5, 0, 130, 0], "kv_lens": [0, 5, 900, 1200, 3], "padding": 3},
     "more and fewer keys": {"query_lens": [100, 100, 40], "kv_lens": [150, 5000, 700], "positions": [300, 300, 0]},
     "ragged": {**ragged(1), "padding": 5},
 }
 if not SMALL:
     WINDOWS |= {
+        "one token": {"query_lens": [1], "kv_lens": [1]},
+        "empty segments": {"query_lens": [0, 5, 0, 130, 0], "kv_lens": [0, 5, 900, 1200, 3], "padding": 3},
         "an item less one": {"query_lens": [63], "kv_lens": [1000]},
         "an item": {"query_lens": [64], "kv_lens": [64]},
         "an item and one": {"query_lens": [65], "kv_lens": [2000], "positions": [1800]},
@@ -108,7 +108,7 @@ def magnitude(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.view(torch.uint8) & 0x7F).view(tensor.dtype)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["normal", "nan-448-negative-zero"])
+@pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
 def test_scores_match_the_reference(
     layout: Layout, window: dict[str, Any], special: bool, record_property: Callable[[str, int], None]
 ) -> None:

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused decode chain on a GPU: its receive rows are, to the bit, those of scorer and publisher in turn."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from simulated_group import POISON, SMALL, Group, assert_equal
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.comm import local_comm
+from flashinfer_msa.layout import NUM_HEADS, Layout
+from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, compare
+
+QUERY_LENS = [5] if SMALL else range(1, 9)
+LONG = 4000 if SMALL else 1 << 20
+
+
+def lengths(batch: int, longest: int, seed: int) -> list[int]:
+    """Lengths of all orders of magnitude, empty requests among them, the last one the longest."""
+    draw = random.Random(seed)
+    return [*(draw.choice([0, int(longest ** draw.random())]) for _ in range(batch - 1)), longest]
+
+
+def poisoned_pool(tokens: int) -> torch.Tensor:
+    """A pool of a larger key in every place than any candidate has."""
+    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
+    return torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+
+
+BATCHES = {
+    "ragged": lengths(9, 3000, 0),
+    "one long among short ones": [*[4096 if not SMALL else 300] * 20, LONG],
+}
+if not SMALL:
+    BATCHES |= {
+        "one": [3000],
+        "one of a page": [100],
+        "empty": [0, 0],
+        "one of 1M": [1 << 20],
+        "64 of 16K": [16384] * 64,
+        "1500 short ones": lengths(1500, 700, 1),
+    }
+
+
+@pytest.mark.parametrize("query_len", QUERY_LENS)
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_len: int, tagged: bool) -> None:
+    """Any batch, with NaN, -0.0 and outliers among the elements, forced blocks, and padding rows."""
+    if len(BATCHES[name]) > 1000 and query_len not in (1, 8):
+        pytest.skip("the shortest and the longest query will do")
+    problem = DecodeProblem.random(
+        layout,
+        seq_lens=BATCHES[name],
+        decode_query_len=query_len,
+        device="cuda",
+        seed=query_len,
+        page_pitch_extra=48,
+        special=True,
+    )
+    tokens = len(problem.index_q)
+    valid = problem.num_valid_pages.clone()
+    valid[::7] = 0
+    first, last = (1, 2) if query_len % 2 else (16, 0)
+    group = Group.make(layout, tokens=tokens + 1, max_model_len=1 << 20, init_blocks=first, local_blocks=last)
+    rank = query_len % layout.world_size
+    plan, keys = group.plans[rank], problem.shard(rank)
+    scores = torch.full((tokens, NUM_HEADS, plan.decode_score_columns), POISON, device="cuda")
+    received = []
+    for pool in (None, poisoned_pool(tokens + 1)):
+        comms = local_comm(group.plans)
+        for _ in range(2):  # the second finds what the first has left in the pool
+            for comm in comms:
+                comm.recv.zero_()
+            plan.decode_publish(
+                problem.index_q,
+                keys,
+                problem.block_table,
+                problem.seq_lens,
+                valid,
+                scores if pool is None else None,
+                comm=comms[rank],
+                slot=1,
+                tagged=tagged,
+                decode_query_len=query_len,
+                pool=pool,
+            )
+        received.append(comms[0].storages)
+    for separate, fused in zip(*received, strict=True):
+        assert_equal(fused, separate, "receive storage")
+
+
+def test_the_function_equals_the_facade(layout: Layout) -> None:
+    """`msa_icp_decode_score_publish` alone, in both row forms."""
+    problem = DecodeProblem.random(layout, seq_lens=lengths(5, 2000, 3), decode_query_len=2, device="cuda")
+    group = Group.make(layout, tokens=10, max_model_len=2048)
+    plan, keys = group.plans[1], problem.shard(1)
+    pool = poisoned_pool(10)
+    for tagged in (False, True):
+        comms = [local_comm(group.plans) for _ in range(2)]
+        ours = comms[0][1]
+        plan.decode_publish(
+            problem.index_q,
+            keys,
+            problem.block_table,
+            problem.seq_lens,
+            problem.num_valid_pages,
+            None,
+            comm=ours,
+            slot=2,
+            tagged=tagged,
+            decode_query_len=2,
+            pool=pool,
+        )
+        theirs = comms[1][1]
+        msa_ops.msa_icp_decode_score_publish(
+            problem.index_q,
+            keys,
+            problem.block_table,
+            problem.seq_lens,
+            problem.num_valid_pages,
+            pool,
+            theirs.tagged_recv_bases if tagged else theirs.recv_bases,
+            theirs.errors,
+            rank=1,
+            world_size=layout.world_size,
+            page_size=layout.page_size,
+            decode_query_len=2,
+            slot=2,
+            capacity=10,
+            force_begin_blocks=1,
+            force_end_blocks=2,
+            generations=theirs.publish_generations if tagged else None,
+        )
+        for a, b in zip(ours.storages, theirs.storages, strict=True):
+            assert_equal(a, b, "receive storage")
+
+
+def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_property) -> None:
+    """Every rank's fused publish, then every merge, in a CUDA graph."""
+    problem = DecodeProblem.random(layout, seq_lens=lengths(7, 5000, 5), decode_query_len=3, device="cuda")
+    tokens = len(problem.index_q)
+    group = Group.make(layout, tokens=tokens, max_model_len=5120)
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    pools = [poisoned_pool(tokens) for _ in shards]
+    outputs = [torch.full((tokens, p.heads_per_rank, 16), -777, dtype=torch.int32, device="cuda") for p in group.plans]
+    form: dict[str, Any] = {"slot": 0, "tagged": True}
+
+    def step() -> None:
+        for plan, comm, shard, pool in zip(group.plans, group.comms, shards, pools, strict=True):
+            plan.decode_publish(
+                problem.index_q,
+                shard,
+                problem.block_table,
+                problem.seq_lens,
+                problem.num_valid_pages,
+                None,
+                comm=comm,
+                decode_query_len=3,
+                pool=pool,
+                **form,
+            )
+        for plan, comm, output in zip(group.plans, group.comms, outputs, strict=True):
+            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for output in outputs:
+        output.fill_(-777)
+    graph.replay()
+    counts = compare(torch.cat(outputs, dim=1), brute_force_top16(problem, init_blocks=1, local_blocks=2))
+    record_property("near_ties", counts.near_ties)
+    assert counts.wrong == 0, counts
