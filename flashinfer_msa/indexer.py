@@ -53,7 +53,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     max_prefill_windows : int
         Windows that a step of ``max_num_batched_tokens`` may take.
     fused_decode_min_batch, fused_prefill, prefill_short_tokens
-        When the fused chains are the default: ``None``, ``False`` and ``0``, for never.
+        When the fused chains are the default: ``None``, ``False`` and ``0``, for never. Measured on an H200, the fused
+        decode chain takes longer than the separate one at every batch.
     """
 
     def __init__(

@@ -283,6 +283,27 @@ def share_cache(decode: DecodeProblem, prefill: PrefillProblem) -> tuple[DecodeP
     return replace(decode, pages=pages), replace(prefill, pages=pages, block_table=block_table)
 
 
+def run_local_prefill(
+    plan: MSAIcpIndexerPlan,
+    problem: PrefillProblem,
+    index_k: torch.Tensor,
+    scratch: torch.Tensor,
+    carrier: torch.Tensor,
+    tokens: int,
+) -> None:
+    """One rank's local part of a layer of a prefill step, in windows of ``tokens``, into its carrier.
+
+    All windows are planned before any runs, as every layer uses all of them.
+    """
+    windows = problem.windows(tokens)
+    plans = [plan.prefill_window_plan(i, *window.segments, **window.bounds) for i, window in enumerate(windows)]
+    for i, (window, window_plan) in enumerate(zip(windows, plans, strict=True)):
+        rows = carrier[:, i * tokens : i * tokens + len(window.index_q)]
+        plan.prefill_local(
+            window.index_q, index_k, window.block_table, window_plan, scratch, window.num_valid_pages, rows
+        )
+
+
 def exchange(carriers: Sequence[torch.Tensor], plan: MSAIcpIndexerPlan) -> torch.Tensor:
     """What an all-to-all of every rank's carrier int32 ``[4, T, 33]`` brings to the rank of ``plan``."""
     first = plan.rank * plan.heads_per_rank

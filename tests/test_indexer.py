@@ -541,7 +541,7 @@ def test_an_output_of_none_is_refused(half: str) -> None:
     plan, comm = plans[0], local_comm(plans)[0]
     form = {"comm": comm, "slot": 0, "tagged": False}
     nothing: Any = None
-    with pytest.raises(ValueError, match="^output must be a dense tensor, was None"):
+    with pytest.raises(ValueError, match=r"^output must be a dense tensor, was None"):
         if half == "decode_merge":
             plan.decode_merge(problem.num_valid_pages, nothing, **form)
         else:

@@ -18,7 +18,7 @@ from flashinfer_msa.backends import reference
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import PrefillProblem, brute_force_top16, exchange
+from flashinfer_msa.simulate import PrefillProblem, brute_force_top16, exchange, run_local_prefill
 
 INF = float("inf")
 NAN = float("nan")
@@ -483,7 +483,6 @@ def indexers(layout: Layout, forced: tuple[int, int] = (1, 2), **changes: Any) -
 
 def run_step(plans: Sequence[MSAIcpIndexerPlan], problem: PrefillProblem, tokens: int) -> torch.Tensor:
     """The owners' outputs side by side, ``[T, 4, 16]``, of a step in windows of ``tokens``."""
-    windows = problem.windows(tokens)
     total = sum(problem.query_lens)
     carriers = []
     for plan in plans:
@@ -492,19 +491,7 @@ def run_step(plans: Sequence[MSAIcpIndexerPlan], problem: PrefillProblem, tokens
         carrier = torch.full((4, total + 3, 33), NOBODY, dtype=torch.int32)
         pitch = plan.prefill_scratch_shape(problem.bounds["max_seq_len"])[2]
         scratch = torch.full((tokens + 2, 4, pitch), UNTOUCHED)
-        # All windows are planned before any runs, as every layer uses all of them.
-        window_plans = [plan.prefill_window_plan(i, *w.segments, **w.bounds) for i, w in enumerate(windows)]
-        for index, (window, window_plan) in enumerate(zip(windows, window_plans, strict=True)):
-            rows = slice(index * tokens, index * tokens + len(window.index_q))
-            plan.prefill_local(
-                window.index_q,
-                keys,
-                window.block_table,
-                window_plan,
-                scratch,
-                window.num_valid_pages,
-                carrier[:, rows],
-            )
+        run_local_prefill(plan, problem, keys, scratch, carrier, tokens)
         assert (carrier[:, total:] == NOBODY).all() and (carrier[:, :total, 32] == 1).all()
         carriers.append(carrier[:, :total])
     outputs = []

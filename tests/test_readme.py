@@ -14,17 +14,19 @@ import torch
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_example_runs() -> None:
-    """The first Python block is complete, and selects blocks that every token may see."""
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert code
+def test_examples_run() -> None:
+    """The Python blocks are complete, one after the other, and select blocks that every token may see."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) == 2
     names: dict[str, Any] = {}
-    exec(compile(code[1], str(README), "exec"), names)
-    selected, valid = names["selected"], names["num_valid_pages"]
-    assert selected.shape == (names["tokens"], 4, 16) and selected.dtype == torch.int32
-    counts = (selected >= 0).sum(-1)
-    assert torch.equal(counts, valid[:, None].clamp(max=16).expand_as(counts).to(counts.dtype))
-    assert (selected < valid[:, None, None]).all()
+    for code in blocks:
+        exec(compile(code, str(README), "exec"), names)
+    for selected, valid in (("selected", "num_valid_pages"), ("prefilled", "num_valid")):
+        selected, valid = names[selected], names[valid]
+        assert selected.shape == (len(valid), 4, 16) and selected.dtype == torch.int32
+        counts = (selected >= 0).sum(-1)
+        assert torch.equal(counts, valid[:, None].clamp(max=16).expand_as(counts).to(counts.dtype))
+        assert (selected < valid[:, None, None]).all()
 
 
 def test_tree_is_the_one_on_disk() -> None:

@@ -98,8 +98,8 @@ def prefill_plan(
     Lengths and positions are int32 ``[B]``. Segments are cut into items of 64 query tokens, the blocks that an item's
     last token sees (at most ``columns``) into units of 4 blocks, ahead of which 2 units stand for the item's start, and
     the units of all items, in order, into ranges whose lengths differ by at most one. An item is packed as
-    ``segment | tile << 16 | blocks << 32``, a range as ``item | unit << 16 | units << 32``, its start and its length; an
-    empty one is 0. At most ``max_items`` are planned.
+    ``segment | tile << 16 | blocks << 32``, a range as ``item | unit << 16 | units << 32``, its start and its length;
+    an empty one is 0. At most ``max_items`` are planned.
     """
     lens = qo_segment_lens.long().clamp(min=0)
     items = (lens + ITEM_TOKENS - 1) // ITEM_TOKENS

@@ -24,6 +24,7 @@ from flashinfer_msa.simulate import (
     brute_force_top16,
     compare,
     exchange,
+    run_local_prefill,
 )
 
 SEGMENTS = 9 if SMALL else 64
@@ -114,7 +115,7 @@ def test_scores_match_the_reference(
 ) -> None:
     """Every rank and form: within the tensor core's error, and nothing is written that the reference does not write.
 
-    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200: 2 of 10.8 million, by a
+    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200, 2 of 10.8 million, by a
     tenth of it). Outliers among the elements make the tensor core drop more of the others, up to its worst case.
     """
     beyond = scores = 0
@@ -318,20 +319,7 @@ def run_step(
         keys = problem.shard(plan.rank)
         carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
         carriers.append(carrier[:, :total])
-        windows = problem.windows(tokens)
-        # All windows are planned before any runs.
-        plans = [plan.prefill_window_plan(i, *window.segments, **window.bounds) for i, window in enumerate(windows)]
-        for i, (window, window_plan) in enumerate(zip(windows, plans, strict=True)):
-            rows = slice(i * tokens, i * tokens + len(window.index_q))
-            plan.prefill_local(
-                window.index_q,
-                keys,
-                window.block_table,
-                window_plan,
-                scratch,
-                window.num_valid_pages,
-                carrier[:, rows],
-            )
+        run_local_prefill(plan, problem, keys, scratch, carrier, tokens)
     outputs = []
     for plan in group.plans:
         output = torch.full((total, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
