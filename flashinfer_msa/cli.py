@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
+PREFILL_TOKENS = 2048
+"""Query tokens of the demo's prefill steps, where there are so many."""
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flashinfer-msa")
 def main() -> None:
@@ -65,7 +69,9 @@ def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Se
     help="Query tokens a request and decode step.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="Query tokens of a prefill step."
+    "--tokens",
+    type=click.IntRange(1),
+    help=f"Query tokens of a prefill step.  [default: {PREFILL_TOKENS}, or all that the segments have]",
 )
 @click.option("--tagged/--legacy", default=None, help="Form of the receive rows.  [default: both]")
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Steps.")
@@ -79,7 +85,7 @@ def demo(
     batch: int,
     context: int,
     query_len: int,
-    tokens: int,
+    tokens: int | None,
     tagged: bool | None,
     steps: int,
     seed: int,
@@ -92,6 +98,8 @@ def demo(
         _reject_options(("tagged", "query_len"), "with --prefill")
     elif not mixed:
         _reject_options(("tokens",), "without --prefill or --mixed")
+    if tokens is None:
+        tokens = min(PREFILL_TOKENS, batch * context)
     if (prefill or mixed) and tokens > batch * context:
         raise click.UsageError(f"--tokens: must be at most --batch x --context, {batch * context}, was {tokens}")
     from flashinfer_msa.demo import Demo, run_layout

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from .backends import find_backend
 from .backends.calls import PrefillLocal, PrefillMerge, PrefillPlan
-from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SEGMENTS, NUM_HEADS, ROW_WORDS, find_layout
+from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, ROW_WORDS, find_layout
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     ceil_div,
@@ -51,7 +50,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     decode_score_columns, prefill_score_columns : int
         Score columns of a decode step; row pitch of a prefill window's scores (columns rounded up to 16).
     max_prefill_windows : int
-        Windows that a step of ``max_num_batched_tokens`` may take.
+        Windows that a step of ``max_num_batched_tokens`` may take, all full but the last.
     fused_decode_min_batch, fused_prefill, prefill_short_tokens
         When the fused chains are the default: ``None``, ``False`` and ``0``, for never. Measured on an H200, the fused
         decode chain takes longer than the separate one at every batch.
@@ -89,9 +88,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             )
         self.max_decode_tokens = require_int("max_decode_tokens", max_decode_tokens, 1, (2**31 - 1) // NUM_HEADS)
         self.max_decode_query_len = require_int("max_decode_query_len", max_decode_query_len, 1, MAX_QUERY_LEN)
-        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, 1)
-        self.max_model_len = require_int("max_model_len", max_model_len, 1)
+        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1, 2**31 - 1)
+        self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, 1, 2**31 - 1)
+        self.max_model_len = require_int("max_model_len", max_model_len, 1, 2**31 - 1)
         self.num_sparse_layers = require_int("num_sparse_layers", num_sparse_layers, 1)
         self.spin_limit = require_int("spin_limit", spin_limit, 1, 2**31 - 1)
         self.backend = backend
@@ -119,22 +118,20 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             "errors": (torch.int32, None),
         }
         self._comm_getter = operator.attrgetter(*self._comm_fields)
-        # What every launch of the decode chain takes from the plan and the receive storage, as the launcher reads it.
-        self.chain_state = torch.zeros(0, dtype=torch.int64)
         self._backend = implementation
         # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
         storage = msa_icp_index_score_plan_storage(
             num_qo_heads=NUM_HEADS,
             total_q=self.prefill_window_tokens(),
-            batch=min(self.max_num_seqs, MAX_SEGMENTS),
+            batch=min(self.max_num_seqs, self.prefill_window_tokens()),  # empty segments take no room
             device=self.device,
         )
         int64 = {"dtype": torch.int64, "device": self.device}
         self._work_range = torch.zeros(self.max_prefill_windows, storage["work_range_numel"], **int64)
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
-        self._checked_comm: tuple[Any, ...] = ()
-        self._settled_comm: Any = None
+        # The fields checked last, and what every launch of the decode chain takes from them and the plan.
+        self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64))
 
     def __repr__(self) -> str:
         return (
@@ -157,6 +154,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
     def prefill_scratch_shape(self, max_seq_len: int | None = None) -> tuple[int, int, int]:
         """Shape of a prefill window's score scratch, float32 ``(tokens, 4, pitch)``.
+
+        With scratch of this shape, a step is cut into windows of ``min(tokens, prefill_window_tokens())`` query tokens,
+        of which there are at most ``max_prefill_windows``; a segment may go on in the next window.
 
         ``max_seq_len`` is the longest key length of the windows it serves, ``max_model_len`` by default. The tokens are
         as many as 256 MiB hold, counting 5 bytes a score, in multiples of 128, from 128 to 8192.
@@ -196,6 +196,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         ``expected_generations`` and ``errors``, contiguous tensors on the plan's device with the shapes and dtypes of
         ``comm_layout``, and the tagged rows follow the legacy rows in one storage.
         """
+        self._check_comm(comm)
+
+    def _check_comm(self, comm: Any) -> torch.Tensor:
         for name, (dtype, shape) in self._comm_fields.items():
             field = getattr(comm, name, None)
             if not isinstance(field, torch.Tensor):
@@ -220,11 +223,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 f"comm.tagged_recv must follow comm.recv in one storage, at {wanted} bytes, was "
                 f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
             )
-        self._checked_comm = self._comm_getter(comm)
-        # The fields of a frozen dataclass stay what they are.
-        settled = dataclasses.is_dataclass(comm) and type(comm).__dataclass_params__.frozen  # type: ignore[attr-defined]
-        self._settled_comm = comm if settled else None
-        self.chain_state = torch.tensor(
+        fields = self._comm_getter(comm)
+        self._backend.check_receive_storage(fields)
+        state = torch.tensor(
             [
                 -1 if self.device.index is None else self.device.index,
                 self.rank,
@@ -238,20 +239,22 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 self.max_decode_query_len,
                 self.index_scale,
                 self.index_offset,
-                *(field.data_ptr() for field in self._checked_comm),
+                *(field.data_ptr() for field in fields),
             ],
             dtype=torch.int64,
         )
+        self._checked_comm = (fields, state)
+        return state
 
-    def _require_comm(self, comm: Any) -> None:
-        if comm is self._settled_comm is not None:
-            return
+    def _comm_state(self, comm: Any) -> torch.Tensor:
+        """What a launch takes from the plan and from ``comm``, which is checked unless it is the one checked last."""
+        fields, state = self._checked_comm
         try:
-            fields = self._comm_getter(comm)
+            if all(map(operator.is_, self._comm_getter(comm), fields)) and fields:
+                return state
         except AttributeError:
-            fields = ()
-        if not fields or not self._checked_comm or not all(map(operator.is_, fields, self._checked_comm)):
-            self.check_comm(comm)
+            pass  # the check below says which
+        return self._check_comm(comm)
 
     def _require_form(self, tagged: bool) -> None:
         if not isinstance(tagged, bool):
@@ -269,7 +272,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
         num_valid_pages: torch.Tensor,
-        scores: torch.Tensor,
+        scores: torch.Tensor | None,
         output: torch.Tensor,
         *,
         comm: Any,
@@ -313,7 +316,6 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             Launch each kernel as a programmatic dependent of the one before. Then the kernel launched just before this
             call may write the query and the newest page, but not ``seq_lens``, ``block_table`` or pages that end at or
             before ``seq_len - decode_query_len``.
-
         pool : torch.Tensor, optional
             uint8 of ``msa_icp_decode_pool_bytes``, 16-byte aligned: run the fused chain, which keeps lists of
             candidates in it instead of score rows, with the same result.
@@ -325,11 +327,11 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
-        self._require_comm(comm)
+        state = self._comm_state(comm)
         self._require_form(tagged)
         _require_output(output)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
+        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, half, output)
 
     def decode_publish(
         self,
@@ -338,7 +340,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
         num_valid_pages: torch.Tensor,
-        scores: torch.Tensor,
+        scores: torch.Tensor | None,
         *,
         comm: Any,
         slot: int,
@@ -351,10 +353,10 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
         Ranks that share a stream run all publishes of a layer before any merge.
         """
-        self._require_comm(comm)
+        state = self._comm_state(comm)
         self._require_form(tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, None)
+        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, half, None)
 
     def decode_merge(
         self,
@@ -367,10 +369,10 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         enable_pdl: bool = True,
     ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
-        self._require_comm(comm)
+        state = self._comm_state(comm)
         self._require_form(tagged)
         _require_output(output)
-        self._backend.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
+        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, None, output)
 
     def prefill_window_plan(
         self,
@@ -445,8 +447,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     ) -> None:
         """One layer's local part of a prefill window: score this rank's keys, select into carrier rows.
 
-        The carrier goes through the caller's all-to-all, head by head to the heads' owners, and what arrives to
-        :meth:`prefill_merge`.
+        The carrier goes through the caller's all-to-all: rows ``carrier[h]`` to rank ``h // heads_per_rank``, so that
+        every rank sends ``heads_per_rank`` of the first dimension to each. What arrives, by the rank that sent it, is
+        what :meth:`prefill_merge` takes.
 
         Parameters
         ----------
@@ -462,7 +465,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         score_scratch : torch.Tensor
             float32 ``[at least T, 4, at least the plan's score columns]``, see ``prefill_scratch_shape``.
         num_valid_pages : torch.Tensor
-            int32 ``[T]``, B128 blocks that each token may select, 0 for padding.
+            int32 ``[T]``, B128 blocks that each token may select, 0 for padding: at most those with a key that it sees,
+            ``ceil(min(position + 1, keys) / 128)``. No scores are written beyond those.
         carrier_view : torch.Tensor
             int32 ``[4, T, 33]``: the window's tokens of the step's carrier.
         pool : None
@@ -500,7 +504,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         Parameters
         ----------
         received : torch.Tensor
-            int32 ``[world_size, heads_per_rank, T, 33]``: the carrier rows of every rank for this rank's heads.
+            int32 ``[world_size, heads_per_rank, T, 33]``, unit last stride, rows that do not overlap: the carrier rows
+            of every rank for this rank's heads. More tokens than ``output`` has are fine.
         num_valid_pages : torch.Tensor
             int32 ``[T]``, contiguous.
         output : torch.Tensor

@@ -84,7 +84,8 @@ def msa_icp_decode_index_score_sharded(
         request ``b`` is row ``b * decode_query_len + j``, at position ``seq_lens[b] - decode_query_len + j``.
     index_k : torch.Tensor
         float8_e4m3fn ``[pages, page_size / W, 128]``: dense rows, 16-byte aligned, a page pitch of at least a page
-        and a multiple of 16 bytes.
+        and a multiple of 16 bytes. Row ``i`` of page column ``c`` is key ``128 c + W i + rank`` of a request for
+        128-token pages, and ``256 c + 256 / W * rank + i`` for 256-token pages.
     block_table : torch.Tensor
         int32 ``[B, columns]``, unit last stride. Only entries of pages that a request's keys fill are read.
     seq_lens : torch.Tensor
@@ -233,9 +234,10 @@ def msa_icp_decode_score_publish(
 ) -> None:
     """Score, select and publish without score rows; the receive rows are those of the two functions in turn.
 
-    Arguments are those of ``msa_icp_decode_index_score_sharded`` and ``msa_icp_topk_select_publish``. Candidates are
-    the columns of a request's keys that ``block_table`` has, at most 8192, with a global id below
-    ``num_valid_pages[t]``; the scorer keeps sorted lists of the 16 best of a row's splits, which the publisher folds.
+    Arguments are those of ``msa_icp_decode_index_score_sharded`` and ``msa_icp_topk_select_publish``, but for those
+    that the layout settles; ``decode_query_len`` is 1 to 8. Candidates are the columns of a request's keys that
+    ``block_table`` has, at most 8192, with a global id below ``num_valid_pages[t]``; the scorer keeps sorted lists of
+    the 16 best of a row's splits, which the publisher folds.
 
     Parameters
     ----------
@@ -495,8 +497,9 @@ def msa_icp_index_score_sharded(
     q : torch.Tensor
         float8_e4m3fn ``[T, 4, 128]`` with ``T == plan.total_q``, contiguous, 16-byte aligned.
     k : torch.Tensor
-        float8_e4m3fn ``[pages, P / tp, 128]`` with a page size ``P`` of 128 or 256: dense rows, 16-byte aligned, a page
-        pitch of at least a page and a multiple of 16 bytes.
+        float8_e4m3fn ``[pages, P / tp, 128]``, one page at least: dense rows, 16-byte aligned, a page pitch of at least
+        a page and a multiple of 16 bytes; rows as in ``msa_icp_decode_index_score_sharded``. Its rows and ``tp`` make
+        the page size ``P``, 128 or 256.
     block_table : torch.Tensor
         int32 ``[B, at least the plan's pages]``, unit last stride. Only entries of pages with visible keys are read.
     plan : MSAIcpScorePlan
@@ -507,7 +510,7 @@ def msa_icp_index_score_sharded(
         float32 ``[T, 4, K]``, ``K >= plan.columns`` (half of that, rounded up, with ``compact``); unit last stride,
         rows that do not overlap.
     sm_scale : float
-        A finite number. Not applied: scores are unscaled, and their order does not depend on it.
+        A finite number. Not applied: scores are unscaled.
     initialize : bool
         Write ``-inf`` everywhere first. Without it, columns past a token's causal prefix and rows of no segment are
         left alone.

@@ -68,7 +68,7 @@ def require_device(device: Any) -> torch.device:
     """A device as torch understands it."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be one that torch knows, was {device!r}") from error
 
 

@@ -87,7 +87,7 @@ def figures(record: dict[str, Any]) -> str:
     tests, errors = single["tests"], sum(single["sanitizer"].values())
     lines = [
         f"On an {single['gpu']} (driver {single['driver']}, torch {single['torch']}, {single['date']}): "
-        f"{tests['passed']} GPU tests passed, {tests['failed']} failed; "
+        f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped; "
         f"{', '.join(single['sanitizer'])}: {errors} errors.",
     ]
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
@@ -126,7 +126,8 @@ def main(check: bool) -> None:
     wanted = f"{head}{BEGIN}\n\n{figures(gpu_record.read())}\n\n{END}{tail}"
     if check and text != wanted:
         raise click.ClickException("README's figures are not the record's: run scripts/readme_tables.py")
-    README.write_text(wanted)
+    if text != wanted:
+        README.write_text(wanted)
 
 
 if __name__ == "__main__":

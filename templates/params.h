@@ -162,6 +162,7 @@ struct PrefillScoreParams {
   long long score_token_stride;
   long long score_head_stride;
   int max_items;
+  int max_blocks;
   int tokens;
   int rank;
 };

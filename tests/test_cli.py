@@ -204,7 +204,10 @@ def test_mixed_demo_compares_both_halves(monkeypatch: pytest.MonkeyPatch, half: 
         (("demo", "--prefill", "--legacy"), "--tagged/--legacy does nothing with --prefill"),
         (("demo", "--prefill", "--query-len", "1"), "--query-len does nothing with --prefill"),
         (("demo", "--tokens", "100"), "--tokens does nothing without --prefill or --mixed"),
-        (("demo", "--mixed", "--context", "100"), "--tokens: must be at most --batch x --context, 800, was 2048"),
+        (
+            ("demo", "--mixed", "--context", "100", "--tokens", "2048"),
+            "--tokens: must be at most --batch x --context, 800, was 2048",
+        ),
         (("demo", "--device", "tpu"), "'tpu' is not a device"),
         (("demo", "--device", "meta"), "must be cpu or cuda, was 'meta'"),
         (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -351,13 +352,13 @@ def test_local_comm_follows_the_layout(layout: Layout) -> None:
 def counted(plan: MSAIcpIndexerPlan, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The comms that ``plan`` checks from here on."""
     seen: list[Any] = []
-    check = plan.check_comm
+    check = plan._check_comm
 
-    def counting(comm: Any) -> None:
+    def counting(comm: Any) -> torch.Tensor:
         seen.append(comm)
-        check(comm)
+        return check(comm)
 
-    monkeypatch.setattr(plan, "check_comm", counting)
+    monkeypatch.setattr(plan, "_check_comm", counting)
     return seen
 
 
@@ -549,3 +550,82 @@ def test_an_output_of_none_is_refused(half: str) -> None:
             inputs = (problem.index_q, problem.shard(0), problem.block_table, problem.seq_lens, problem.num_valid_pages)
             plan.decode(*inputs, scores, nothing, decode_query_len=1, **form)
     assert not any(storage.any() for storage in comm.storages)
+
+
+class Delegating:
+    """Receive storage whose fields are looked up anew each time."""
+
+    def __init__(self, comm: MSAIcpComm) -> None:
+        self.comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+
+def test_another_storage_behind_the_same_object_is_used() -> None:
+    layout = LAYOUTS["p128_tp2"]
+    group = Ranks(layout)
+    problem = DecodeProblem.random(layout, seq_lens=(300,), decode_query_len=1)
+    plan, other = group.plans[0], local_comm(group.plans)
+    comm = Delegating(group.comms[0])
+    inputs = (problem.index_q, problem.shard(0), problem.block_table, problem.seq_lens, problem.num_valid_pages)
+    scores = torch.empty(plan.decode_scores_shape())
+    for now in (group.comms[0], other[0]):
+        comm.comm = now
+        assert not any(storage.any() for storage in now.storages)
+        plan.decode_publish(*inputs, scores, comm=comm, slot=0, tagged=False, decode_query_len=1)
+        assert all(storage.any() for storage in now.storages)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is gone."""
+    gone = tensor.clone()
+    gone.untyped_storage().resize_(0)
+    return gone
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, a byte off an aligned address."""
+    storage = torch.zeros(tensor.nbytes + 1, dtype=torch.uint8)
+    view = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage(), 1, (tensor.nbytes,))
+    return torch.from_numpy(view.numpy().view(tensor.numpy().dtype)).view(tensor.shape)
+
+
+@pytest.mark.parametrize("spoil", [freed, shifted])
+@pytest.mark.parametrize("name", ["recv_bases", "publish_generations", "expected_generations", "errors"])
+def test_receive_storage_must_be_memory(name: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    group = Ranks(LAYOUTS["p128_tp2"])
+    comm = group.comms[0]
+    for _ in range(2):  # a refusal is not remembered as a check
+        with pytest.raises(ValueError, match=rf"^comm\.{name} must "):
+            group.plans[0].check_comm(replace(comm, **{name: spoil(getattr(comm, name))}))
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len"])
+def test_limits_are_int32(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be in \[1, 2147483647\], was 2147483648"):
+        prepare(LAYOUTS["p128_tp2"], **{name: 2**31})
+
+
+def test_plan_storage_does_not_grow_with_segments_that_must_be_empty() -> None:
+    """A window of 100 tokens has at most 100 segments with a token."""
+    small, large = (
+        prepare(LAYOUTS["p128_tp2"], max_num_batched_tokens=100, max_num_seqs=seqs) for seqs in (100, 60000)
+    )
+    assert small._work_info.shape == large._work_info.shape
+    lens = torch.zeros(60000, dtype=torch.int32)
+    lens[-100:] = 1
+    offsets = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
+    plan = large.prefill_window_plan(
+        0, lens, lens, offsets, offsets, torch.zeros_like(lens), total_q=100, max_query_len=1, max_seq_len=1
+    )
+    assert plan.packed_work_info[:100].tolist() == [59900 + i | 1 << 32 for i in range(100)]
+
+
+def test_cake_refuses_a_pending_negation() -> None:
+    """Memory does not show it, and public torch calls leave one on real parts."""
+    parts = torch.ones(1, 4, 16)
+    scores = torch.complex(parts, parts).conj().imag
+    carrier = torch.zeros(4, 1, 33, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^scores must be resolved, was a tensor with a pending negation"):
+        msa_ops.msa_icp_topk_select_prefill(scores, torch.ones(1, dtype=torch.int32), carrier)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,6 +35,9 @@ class Backend(Protocol):
     def warmup(self, device: torch.device) -> None:
         """Make everything that a call on ``device`` needs resident there."""
 
+    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
+        """Refuse receive storage that is no memory to launch with."""
+
     def decode_score(self, call: DecodeScore) -> None:
         """Score local keys per page column."""
 
@@ -50,6 +54,7 @@ class Backend(Protocol):
         self,
         plan: MSAIcpIndexerPlan,
         comm: Any,
+        state: torch.Tensor,
         slot: int,
         tagged: bool,
         enable_pdl: bool,
@@ -59,7 +64,7 @@ class Backend(Protocol):
     ) -> None:
         """Run the facade's chain, or the half of it that is called for: no ``publish`` or no ``output``.
 
-        ``publish`` is what ``PublishHalf`` names.
+        ``state`` is what the launcher takes from plan and comm, ``publish`` what ``PublishHalf`` names.
         """
 
     def prefill_plan(self, call: PrefillPlan) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,12 @@ from .calls import (
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
+
+
+def _require_resolved(name: str, plane: Any) -> None:
+    """Refuse a pending negation, which memory does not show. Public torch calls leave one on real parts alone."""
+    if isinstance(plane, torch.Tensor) and plane.is_neg():
+        raise ValueError(f"{name} must be resolved, was a tensor with a pending negation")
 
 
 class CakeBackend:
@@ -49,12 +56,18 @@ class CakeBackend:
         """Make every kernel resident on ``device``."""
         loader.load_device(device.index)
 
+    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
+        """Check that the fields are device memory."""
+        native.call("receive_storage", True, *fields)
+
     def decode_score(self, call: DecodeScore) -> None:
         """Launch the decode scorer."""
+        _require_resolved("score_out", call.score_out)
         native.call("decode_score", True, *call)
 
     def select_publish(self, call: SelectPublish) -> None:
         """Launch the publisher."""
+        _require_resolved("scores", call.scores)
         native.call("select_publish", True, *call)
 
     def merge(self, call: Merge) -> None:
@@ -69,6 +82,7 @@ class CakeBackend:
         self,
         plan: MSAIcpIndexerPlan,
         comm: Any,
+        state: torch.Tensor,
         slot: int,
         tagged: bool,
         enable_pdl: bool,
@@ -77,11 +91,13 @@ class CakeBackend:
         output: torch.Tensor | None,
     ) -> None:
         """Launch the facade's chain."""
+        if publish is not None:
+            _require_resolved("scores", publish[4])
         halves = (*publish, output) if publish and output is not None else publish or (output,)
         native.call(
             "decode",
             True,
-            plan.chain_state,
+            state,
             publish is not None,
             output is not None,
             slot,
@@ -97,14 +113,17 @@ class CakeBackend:
 
     def prefill_score(self, call: PrefillScore) -> None:
         """Launch the prefill scorer, after a fill where rows are initialized."""
+        _require_resolved("max_score", call.max_score)
         native.call("prefill_score", True, *call.arguments())
 
     def select_prefill(self, call: SelectPrefill) -> None:
         """Launch the prefill selection."""
+        _require_resolved("scores", call.scores)
         native.call("select_prefill", True, *call)
 
     def prefill_local(self, call: PrefillLocal) -> None:
         """Launch the facade's scorer and selection."""
+        _require_resolved("score_scratch", call.score_scratch)
         native.call("prefill_local", True, *call.arguments())
 
     def prefill_merge(self, call: PrefillMerge) -> None:

@@ -64,8 +64,8 @@ class Merge(NamedTuple):
     enable_pdl: bool
     prefill: bool
     tagged: bool
-    recv_slot: Tensor
     expected_generations: Tensor | None
+    recv_slot: Tensor
 
 
 class ScorePublish(NamedTuple):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,6 +81,10 @@ class TorchBackend:
     def warmup(self, device: torch.device) -> None:
         """Nothing needs to be resident."""
 
+    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
+        """Check that the fields are memory."""
+        native.call("receive_storage", False, *fields)
+
     @torch.inference_mode()
     def decode_score(self, call: DecodeScore) -> None:
         """Score in torch."""
@@ -141,6 +145,7 @@ class TorchBackend:
         self,
         plan: MSAIcpIndexerPlan,
         comm: Any,
+        state: torch.Tensor,
         slot: int,
         tagged: bool,
         enable_pdl: bool,
@@ -151,7 +156,7 @@ class TorchBackend:
         """The chain in torch. One whose merge could not end publishes nothing."""
         halves: tuple[Any, ...] = (*(publish or ()), *(() if output is None else (output,)))
         given = (publish is not None, output is not None)
-        native.call("decode", False, plan.chain_state, *given, slot, tagged, enable_pdl, num_valid_pages, *halves)
+        native.call("decode", False, state, *given, slot, tagged, enable_pdl, num_valid_pages, *halves)
         half = None if publish is None else PublishHalf(*publish)
         for tensors in (ChainTensors(num_valid_pages, output), half):
             if tensors is not None:

@@ -102,7 +102,7 @@ def prefill_plan(
     an empty one is 0. At most ``max_items`` are planned.
     """
     lens = qo_segment_lens.long().clamp(min=0)
-    items = (lens + ITEM_TOKENS - 1) // ITEM_TOKENS
+    items = ((lens + ITEM_TOKENS - 1) // ITEM_TOKENS).clamp(max=max_items)
     segment = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), items)[:max_items]
     tile = torch.arange(len(segment), device=lens.device) - (items.cumsum(0) - items)[segment]
     tokens = torch.minimum(lens[segment], (tile + 1) * ITEM_TOKENS)

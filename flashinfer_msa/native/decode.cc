@@ -307,6 +307,21 @@ void set_merge(const ChainState& state, int slot, bool tagged, bool enable_pdl, 
 
 }  // namespace
 
+// receive_storage(launch, recv, tagged_recv, recv_bases, tagged_recv_bases, publish_generations, expected_generations,
+//                 errors): checks that the facade's receive storage is memory to launch with, of one device.
+MSA_EXPORT __tvm_ffi_receive_storage(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  take_launch(call);
+  call.tensor("comm.recv", Type::kInt32, 5);
+  call.tensor("comm.tagged_recv", Type::kInt64, 5);
+  call.tensor("comm.recv_bases", Type::kInt64, 1);
+  call.tensor("comm.tagged_recv_bases", Type::kInt64, 1);
+  call.tensor("comm.publish_generations", Type::kInt32, 3);
+  call.tensor("comm.expected_generations", Type::kInt32, 3);
+  call.tensor("comm.errors", Type::kInt32, 1);
+  return call.finish();
+}
+
 // decode_score(launch, index_q, index_k, block_table, seq_lens, score_out, rank, world_size, page_size,
 //              max_decode_query_len, decode_query_len, enable_pdl)
 MSA_EXPORT __tvm_ffi_decode_score(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
@@ -404,7 +419,7 @@ MSA_EXPORT __tvm_ffi_score_publish(void*, const TVMFFIAny* args, int32_t count, 
 }
 
 // merge(launch, num_valid_pages, output, errors, init_blocks, local_blocks, spin_limit, enable_pdl, prefill, tagged,
-//       recv_slot, expected_generations)
+//       expected_generations, recv_slot)
 MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
@@ -420,11 +435,11 @@ MSA_EXPORT __tvm_ffi_merge(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   m.exchanged = call.flag("prefill");
   m.tagged = call.flag("tagged");
   const int words = m.tagged ? kTaggedWords : kRowWords;
-  const Tensor recv = call.tensor("recv_slot", m.tagged ? Type::kInt64 : Type::kInt32, 4);
   const Tensor expected = call.optional_tensor("expected_generations", Type::kInt32, 2);
   if (call.ok() && m.exchanged && m.tagged)
     call.fail("expected_generations must be None with prefill=True, was a tensor");
   if (call.ok() && m.exchanged && m.enable_pdl) call.fail("enable_pdl must be False with prefill=True, was True");
+  const Tensor recv = call.tensor("recv_slot", m.tagged ? Type::kInt64 : Type::kInt32, 4);
   check_rows(call, recv, words, &m.params);
   if (call.ok()) {
     call.expect_shape(expected, "[heads_per_rank, capacity", m.params.heads_per_rank, m.params.capacity);

@@ -20,6 +20,7 @@ using CUstream = void*;
 using CUdeviceptr = uint64_t;
 
 constexpr CUresult kCudaSuccess = 0;
+constexpr CUresult kCudaInvalidContext = 201;
 constexpr CUresult kCudaPeerAccessAlreadyEnabled = 704;
 constexpr int kAttributeMultiprocessorCount = 16, kAttributeComputeCapabilityMajor = 75;
 constexpr int kFunctionMaxDynamicShared = 8;

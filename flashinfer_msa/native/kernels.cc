@@ -189,7 +189,8 @@ Device* ready_device(Call& call) {
   int capturing = 0;
   // An error means that another stream is captured in a way that this one's work would break.
   const CUresult status = driver->cuStreamIsCapturing(TVMFFIEnvGetStream(kDLCUDA, index), &capturing);
-  if (status != kCudaSuccess || capturing != 0) {
+  // A thread without a context captures nothing.
+  if ((status != kCudaSuccess && status != kCudaInvalidContext) || capturing != 0) {
     call.fail_as("RuntimeError",
                  "a CUDA graph is being captured on cuda:%d, and the kernels are not resident there yet: call the "
                  "indexer's warmup() before the capture begins",

@@ -153,6 +153,7 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   p.score_token_stride = s.scores.stride(0);
   p.score_head_stride = s.scores.stride(1);
   p.max_items = as_int(s.plan.max_items);
+  p.max_blocks = as_int(s.plan.columns);
   p.tokens = as_int(s.plan.total_q);
   p.rank = s.rank;
   if (tensor_maps) {

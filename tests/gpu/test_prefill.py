@@ -275,6 +275,48 @@ def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
     assert (plane.storage[outside] == POISON).all()
 
 
+def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
+    """A window that was planned again for longer keys: scores still end where the first plan's columns do."""
+    layout = LAYOUTS["p256_tp2"]
+    problem = make_problem(layout, {"query_lens": [64], "kv_lens": [16384]})
+    plan = replace(make_plan(problem), columns=2)
+    for compact in forms_of(layout):
+        plane = Plane(64, 1 if compact else 2)
+        msa_ops.msa_icp_index_score_sharded(
+            problem.index_q,
+            problem.shard(0),
+            problem.block_table[:, :1],
+            plan,
+            rank=0,
+            max_score=plane.view,
+            compact=compact,
+        )
+        outside = torch.ones_like(plane.storage, dtype=torch.bool)
+        outside.as_strided(plane.view.shape, plane.view.stride(), 1).fill_(False)
+        assert (plane.storage[outside] == POISON).all() and (plane.view != POISON).all()
+
+
+def test_positions_near_the_end_of_int32_see_all_keys() -> None:
+    """A position past the last int32 is past every key."""
+    layout = LAYOUTS["p128_tp2"]
+    problem = make_problem(layout, {"query_lens": [64], "kv_lens": [256], "positions": [1000]})
+    last = replace(problem, positions=(2**31 - 11,))
+    results = []
+    for each in (problem, last):
+        plane = Plane(64, 2)
+        msa_ops.msa_icp_index_score_sharded(
+            each.index_q,
+            each.shard(0),
+            each.block_table,
+            make_plan(each),
+            rank=0,
+            max_score=plane.view,
+            initialize=False,
+        )
+        results.append(plane.storage)
+    assert_equal(results[1], results[0], "scores")
+
+
 def test_selection_equals_the_reference() -> None:
     """Narrow and wide rows, ties, NaN and infinities, any map from columns to blocks, strided planes and carriers."""
     draw = torch.Generator("cuda").manual_seed(0)
