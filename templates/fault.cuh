@@ -1,14 +1,12 @@
 // What a wait does that has run out of polls: count it, record it, end the context.
 namespace msa_icp {
 
-// Named outside an anonymous namespace: the compiler mangles internal names with the source's path, and cubins are
-// reproducible.
 __device__ unsigned fault_claimed;
 __device__ unsigned fault_recorded;
 
 }  // namespace msa_icp
 
-namespace {
+inline namespace kernels {
 
 // `rank` and `slot` are -1 where the kernel does not know them. Does not return.
 __device__ __forceinline__ void fail_wait(msa_icp::FaultRecord* record, int* errors, msa_icp::Wait wait,
@@ -37,4 +35,4 @@ __device__ __forceinline__ void fail_wait(msa_icp::FaultRecord* record, int* err
   __trap();
 }
 
-}  // namespace
+}  // namespace kernels

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernel parameters and the fault record: the one definition that kernels and launcher share.
-// No header is included, so that NVRTC compiles it too.
+// No header is included, so that NVRTC compiles it too. No kernel source has an anonymous namespace: the compiler would
+// mangle its names with the source's path, and order code by them, where cubins are to be reproducible.
 #ifndef FLASHINFER_MSA_PARAMS_H_
 #define FLASHINFER_MSA_PARAMS_H_
 

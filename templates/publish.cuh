@@ -1,5 +1,5 @@
 // Publication of a selected row into the receive row of the head's owner, by the first warp of a CTA.
-namespace {
+inline namespace kernels {
 
 template <msa_icp::RowForm kForm>
 struct Publication {
@@ -55,4 +55,4 @@ struct Publication {
   }
 };
 
-}  // namespace
+}  // namespace kernels

@@ -1,5 +1,5 @@
 // The order of candidates as unsigned keys: a larger key ranks earlier.
-namespace {
+inline namespace kernels {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kIdBits = 13;
@@ -42,4 +42,4 @@ __device__ __forceinline__ int count_larger(const Key* list, int count, Key key)
   return larger;
 }
 
-}  // namespace
+}  // namespace kernels

@@ -5,7 +5,7 @@
 // 16th best score from below. The few candidates at or above the bound are listed and ranked by counting. Should a row
 // crowd its large or equal scores into few groups, so that the list overflows, the candidates are taken one by one
 // instead.
-namespace {
+inline namespace kernels {
 
 constexpr int kListCapacity = 256;
 
@@ -203,4 +203,4 @@ __device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], cons
   return selected;
 }
 
-}  // namespace
+}  // namespace kernels

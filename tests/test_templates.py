@@ -61,6 +61,7 @@ def test_architecture_compiles(name: str, built: BuildResult) -> None:
         cubin = (built.path.parent / entry["file"]).read_bytes()
         assert len(cubin) == entry["bytes"] > 0
         assert b"_INTERNAL_" not in cubin, "the name of a static device variable carries a hash of the build's path"
+        assert b"_GLOBAL__N_" not in cubin and "namespace {" not in render(unit), "so does an anonymous namespace's"
         assert [kernel["symbol"] for kernel in entry["kernels"]] == [kernel.symbol for kernel in unit.kernels]
         for kernel in entry["kernels"]:
             assert kernel["registers"] > 0
