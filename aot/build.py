@@ -151,11 +151,7 @@ def _write_ninja(
     _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
     with open(work_dir / "build.ninja", "w") as file:
         writer = ninja.Writer(file, width=120)
-        # Intermediate files are kept for their names: with temporary ones, the code differs from time to time.
-        compile_cubin = (
-            '"$$$nvcc" $flags --keep --keep-dir $keep -Xptxas -v,-warn-spills $in -o $out > $log 2>&1 '
-            "|| { cat $log; exit 1; }"
-        )
+        compile_cubin = '"$$$nvcc" $flags -Xptxas -v,-warn-spills $in -o $out > $log 2>&1 || { cat $log; exit 1; }'
         writer.rule("cubin", compile_cubin, description="$out")
         writer.rule("launcher", 'eval "$$BUILD_LAUNCHER"', description="$out")
         for name, chosen in toolkits.items():
@@ -170,12 +166,7 @@ def _write_ninja(
                 f"{_stem(unit)}.cu",
                 implicit=f"{name}/toolkit.txt",
                 implicit_outputs=log,
-                variables={
-                    "nvcc": f"NVCC_{name}",
-                    "flags": list(toolkit.compile_flags(unit.architecture)),
-                    "keep": name,
-                    "log": log,
-                },
+                variables={"nvcc": f"NVCC_{name}", "flags": list(toolkit.compile_flags(unit.architecture)), "log": log},
             )
         # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
         sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]

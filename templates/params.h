@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernel parameters and the fault record: the one definition that kernels and launcher share.
 // No header is included, so that NVRTC compiles it too. No kernel source has an anonymous namespace: the compiler would
-// mangle its names with the source's path, and order code by them, where cubins are to be reproducible.
+// mangle its names with the source's path, and order code by them, where a cubin should be the same wherever it is built.
 #ifndef FLASHINFER_MSA_PARAMS_H_
 #define FLASHINFER_MSA_PARAMS_H_
 
@@ -13,8 +13,8 @@ inline constexpr int kDecodeBatchTile = 1024;
 // Score columns up to which the publisher for narrow rows serves.
 inline constexpr int kNarrowColumns = 1024;
 
-// Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The place of the last one holds how
-// many there are.
+// Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The place of the last one holds
+// how many there are.
 inline constexpr int kPoolLists = 128;
 
 enum class Wait : int { kPublish = 1, kMerge = 2 };
@@ -127,10 +127,10 @@ struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// A prefill window's work. Its segments are cut into items of kItemTokens query tokens, the blocks that an item sees into
-// units of kUnitBlocks, ahead of which kItemUnits stand for its start, and the units of all items, in order, into one
-// range a multiprocessor. An item is a word `segment | tile << 16 | blocks << 32`, a range
-// `item | unit << 16 | units << 32`: where it starts and how long it is.
+// A prefill window's work. Its segments are cut into items of kItemTokens query tokens, the blocks that an item sees
+// into units of kUnitBlocks, ahead of which kItemUnits stand for its start, and the units of all items, in order, into
+// one range a multiprocessor. An item is a word `segment | tile << 16 | blocks << 32`, a range `item | unit << 16 |
+// units << 32`: where it starts and how long it is.
 struct PrefillPlanParams {
   const int* qo_segment_lens;
   const int* kv_segment_lens;

@@ -11,7 +11,12 @@ struct Publication {
 
   // Loads what publishing needs, ahead of its use at the end.
   __device__ __forceinline__ Publication(const msa_icp::PublishParams& params, int token_, int head_)
-      : p(params), token(token_), head(head_), base(p.recv_bases[head / p.heads_per_rank]), counter(nullptr), generation(0) {
+      : p(params),
+        token(token_),
+        head(head_),
+        base(p.recv_bases[head / p.heads_per_rank]),
+        counter(nullptr),
+        generation(0) {
     if (kForm == msa_icp::RowForm::kTagged) {
       counter = p.generations + (static_cast<long long>(p.slot) * kHeads + head) * p.capacity + token;
       generation = static_cast<unsigned>(*counter) + 1;
