@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernel parameters and the fault record: the one definition that kernels and launcher share.
 // No header is included, so that NVRTC compiles it too. No kernel source has an anonymous namespace: the compiler would
-// mangle its names with the source's path, and order code by them, where a cubin should be the same wherever it is built.
+// mangle its names with the source's path, where a cubin should be the same wherever it is built.
 #ifndef FLASHINFER_MSA_PARAMS_H_
 #define FLASHINFER_MSA_PARAMS_H_
 
