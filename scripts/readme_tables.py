@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ def keys_text(count: int) -> str:
     return f"{count // 1024}K" if count % 1024 == 0 else str(count)
 
 
-def decode_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The scorer by case and layout: microseconds, and its share of a streaming read of the same bytes."""
-    scores = [row for row in rows if row["job"] == "decode_score"]
+def case_table(scores: list[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Rows of decode cases, a column a layout: what ``cell`` says of each."""
     cases = dict.fromkeys((row["batch"], row["ctx"], row["query_len"], row["cold"]) for row in scores)
     titles = [layout.title for layout in LAYOUTS.values()]
     lines = [
@@ -41,10 +41,24 @@ def decode_table(rows: list[dict[str, Any]]) -> list[str]:
         for title in titles:
             case = (title, batch, context, query_len, cold)
             row = next(x for x in scores if (x["layout"], x["batch"], x["ctx"], x["query_len"], x["cold"]) == case)
-            cells.append(f"{row['us']:.1f} us ({row['ceiling_ratio']:.0%})")
+            cells.append(cell(row))
         label = f"{batch} x {keys_text(context)}, {query_len}{'' if cold else ', warm'}"
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
+
+
+def decode_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The scorer by case and layout: microseconds, and its share of a streaming read of the same bytes."""
+    scores = [row for row in rows if row["job"] == "decode_score"]
+    return case_table(scores, lambda row: f"{row['us']:.1f} us ({row['ceiling_ratio']:.0%})")
+
+
+def chain_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Both decode chains by case and layout."""
+    keys = ("layout", "batch", "ctx", "query_len", "cold")
+    fused = {tuple(row[k] for k in keys): row["us"] for row in rows if row["job"] == "decode_fused_chain"}
+    chains = [row for row in rows if row["job"] == "decode_chain"]
+    return case_table(chains, lambda row: f"{row['us']:.1f} us, fused {fused[tuple(row[k] for k in keys)]:.1f}")
 
 
 def selection_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -100,6 +114,11 @@ def figures(record: dict[str, Any]) -> str:
         "the scorer's; the scorer is launched as a programmatic dependent, as the indexer does, and the read is not:",
         "",
         *decode_table(single["bench"]),
+        "",
+        "The decode chain of one rank (score, select and publish, merge) and the fused one, with the peers' rows",
+        "already there. A copy that sets the counters back before each is measured alone and subtracted:",
+        "",
+        *chain_table(single["bench"]),
         "",
         "Ready scores published, and arrived rows merged, launched without overlap:",
         "",
