@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import layout as layouts
 from ..layout import LAYOUTS, Layout
-from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT
+from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, SelectTuning
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,16 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
     chunk_bytes = tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes
 
-    def shared_bytes(tiles: int, warps: int, stages: int, lists: int) -> int:
-        staging = tiles * 8 * (GROUP_COLUMNS + 4) * 4
-        return warps * (stages * (chunk_bytes + 8) + staging + lists * tiles * 8 * layouts.TOP_K * 8)
+    def shared_bytes(tiles: int, warps: int, stages: int) -> int:
+        return warps * (stages * (chunk_bytes + 8) + tiles * 8 * (GROUP_COLUMNS + 1) * 4)
 
-    shared = [shared_bytes(*shape, 0) for shape in zip(query_tiles, tuning.warps, tuning.stages, strict=True)]
+    def list_bytes(tiles: int, warps: int) -> int:
+        return warps * tiles * 8 * layouts.TOP_K * 8
+
+    shared = list(map(shared_bytes, query_tiles, tuning.warps, tuning.stages))
     list_shared = [
-        shared_bytes(*shape, 1) for shape in zip(query_tiles, tuning.list_warps, tuning.list_stages, strict=True)
+        shared_bytes(tiles, warps, stages) + list_bytes(tiles, warps)
+        for tiles, warps, stages in zip(query_tiles, tuning.list_warps, tuning.list_stages, strict=True)
     ]
     return Unit(
         architecture=arch,
@@ -155,6 +158,13 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     )
 
 
+def _merge_threads(tuning: SelectTuning, world_size: int) -> dict[str, int]:
+    """Return the threads of a merge CTA by where its rows come from; one warp of the decode forms only waits."""
+    candidates = world_size * layouts.TOP_K
+    decode = candidates * tuning.merge_share + 32
+    return {"legacy": decode, "tagged": decode, "exchanged": candidates}
+
+
 def _common_unit(arch: Architecture) -> Unit:
     tuning = SELECT[arch.name]
     return Unit(
@@ -170,9 +180,9 @@ def _common_unit(arch: Architecture) -> Unit:
             ),
             *(Kernel(f"fold_publish_{form}", f"msa_icp_fold_publish_{form}", 256) for form in ("legacy", "tagged")),
             *(
-                Kernel(f"merge_{source}_{world}", f"msa_icp_merge_{source}_{world}", world * layouts.TOP_K)
+                Kernel(f"merge_{source}_{world}", f"msa_icp_merge_{source}_{world}", threads)
                 for world in layouts.WORLD_SIZES
-                for source in ("legacy", "tagged", "exchanged")
+                for source, threads in _merge_threads(tuning, world).items()
             ),
             Kernel("prefill_plan", "msa_icp_prefill_plan", PLAN_THREADS),
             Kernel("prefill_fill", "msa_icp_prefill_fill", FILL_THREADS),
@@ -183,6 +193,7 @@ def _common_unit(arch: Architecture) -> Unit:
             **CONSTANTS,
             "arch": arch,
             "world_sizes": layouts.WORLD_SIZES,
+            "merge_threads": {world: _merge_threads(tuning, world) for world in layouts.WORLD_SIZES},
             "tuning": tuning,
             "PLAN_THREADS": PLAN_THREADS,
             "FILL_THREADS": FILL_THREADS,

@@ -23,11 +23,11 @@ class DecodeScoreTuning:
     chunk_rows: int = 32
 
 
-# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run:
-# 35.2 us; 36.5 us with 16 x 2, 35.8 us with 8 x 3. An earlier scorer took 37.1 us with 8 x 3 and 40.2 us with 8 x 6:
-# more in flight only queues in the memory system.
+# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run: 33.8
+# us, and 36.4 us with 8 x 3. 16 x 2 reads as fast (33.8 us), but leaves no registers for the publisher's CTAs to wait
+# beside it: the chain takes 39.3 us instead of 37.4 us. At query length 8, 37.6 us, and 41.6 us with 8 x 3.
 _LARGE = DecodeScoreTuning(
-    warps=(12, 12, 12, 8), stages=(2, 2, 2, 3), list_warps=(12, 12, 12, 8), list_stages=(2, 2, 2, 3)
+    warps=(12, 12, 12, 12), stages=(2, 2, 2, 2), list_warps=(12, 12, 12, 8), list_stages=(2, 2, 2, 3)
 )
 _SMALL = DecodeScoreTuning(warps=(8, 8, 6, 4), stages=(2, 2, 2, 2), list_warps=(8, 6, 4, 4), list_stages=(2, 2, 2, 2))
 _BY_ARCHITECTURE = {
@@ -48,16 +48,20 @@ class SelectTuning:
     """Threads of a CTA of the publisher and of the prefill selection, for rows of up to 1024 columns and for wider.
 
     A CTA of the publisher takes a row. So does a wide one of the prefill selection; in a narrow one, each warp does.
+    ``merge_share`` threads share in the counting of a candidate in a decode merge.
     """
 
     narrow: int
     wide: int
     prefill_narrow: int
     prefill_wide: int
+    merge_share: int
 
 
-# On an H200, publisher, 64 tokens x 1024 columns: 3.3 us; 256 tokens x 8192 columns: 17.6 us.
-SELECT = dict.fromkeys(_BY_ARCHITECTURE, SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=512))
+# On an H200, publisher, 64 tokens x 1024 columns: 3.0 us; 256 tokens x 8192 columns: 14.7 us. With 128 and 256 threads,
+# 256 tokens x 1024 columns took 5.2 us instead of 6.5 us, but the chain of one token 0.1 to 0.3 us longer.
+_SELECT = SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=512, merge_share=4)
+SELECT = dict.fromkeys(_BY_ARCHITECTURE, _SELECT)
 """Shape of publisher and prefill selection by architecture."""
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``demo`` proves an installation, ``list`` shows what it holds, ``build`` compiles kernels."""
+"""The command line: ``demo`` proves an installation, ``list`` shows what it holds, ``build`` compiles kernels.
+
+``bench`` has a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flashinfer_msa.aot.matrix import ARCHITECTURES
-from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS, MAX_BLOCKS, MAX_QUERY_LEN, Layout
+from flashinfer_msa.bench_cli import bench
+from flashinfer_msa.layout import BLOCK_TOKENS, MAX_BLOCKS, MAX_QUERY_LEN, Layout
+from flashinfer_msa.options import layout_option
 from flashinfer_msa.version import __version__
 
 # torch takes seconds to import, and `list` and `build` do without it: the demo imports it where it starts.
@@ -31,19 +36,11 @@ def main() -> None:
     """Kernels for the MiniMax-M3 index-context-parallel indexer."""
 
 
-def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Sequence[str]) -> list[Layout]:
-    """Return the layouts named like ``p128-tp2``, all of them without a name."""
-    keys = [name.lower().replace("-", "_") for name in names] or list(LAYOUTS)
-    for key, name in zip(keys, names, strict=False):
-        if key not in LAYOUTS:
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(LAYOUTS)}.")
-    return [LAYOUTS[key] for key in dict.fromkeys(keys)]
+main.add_command(bench)
 
 
 @main.command()
-@click.option(
-    "--layout", "layouts", multiple=True, callback=_parse_layouts, help="Such as p128-tp2; repeatable.  [default: all]"
-)
+@layout_option
 @click.option("--prefill", is_flag=True, help="Prefill rather than decode, in windows.")
 @click.option("--mixed", is_flag=True, help="Decode and prefill in each step, over one cache.")
 @click.option("--backend", type=click.Choice(["auto", "cake", "torch"]), default="auto", show_default=True)

@@ -1,44 +1,37 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark rows of a GPU record: prints each as it is measured and writes them all as JSON."""
+"""The benchmark rows of a GPU record: prints each as it is measured and writes all so far after each step."""
 
 from __future__ import annotations
 
 import json
 import sys
-from itertools import chain
 from pathlib import Path
+
+import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashinfer_msa import bench
+from flashinfer_msa.bench import Jobs, find_peers, write_rows
 from flashinfer_msa.layout import LAYOUTS
 
-COLD_CASES = [(1, 131072, 1), (32, 131072, 1), (32, 131072, 4), (32, 131072, 8), (64, 131072, 1), (256, 32768, 1)]
-PREFILL_CASES = [(8192, 131072), (2048, 131072), (8192, 8192)]
-WARM_CASES = [(1, 8192, 1), (1, 131072, 1)]
+
+def _report(message: str) -> None:
+    click.echo(message, err=True)
 
 
-def main(output: str) -> None:
-    """Measure everything and write it to ``output``."""
-    layouts = list(LAYOUTS.values())
-    ceilings = list(bench.ceilings())
-    gemm_tflops = next(row["tflops"] for row in ceilings if row["name"] == "fp8_gemm")
+@click.command()
+@click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--peers/--no-peers", default=True, help="Measure the peers that are installed too.", show_default=True)
+def main(output: Path, peers: bool) -> None:
+    """Measure everything and write it to OUTPUT."""
     rows = []
-    for row in chain(
-        ceilings,
-        bench.decode_rows(layouts, COLD_CASES),
-        bench.decode_rows(layouts, WARM_CASES, cold=False),
-        bench.selection_rows(),
-        bench.prefill_rows(layouts, PREFILL_CASES, gemm_tflops=gemm_tflops),
-        bench.balance_rows([LAYOUTS["p128_tp4"], LAYOUTS["p256_tp2"]]),
-        bench.host_rows(),
-    ):
-        row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        rows.append({**row, "gpus": 1})
-        print(json.dumps(row), flush=True)
-    Path(output).write_text(json.dumps(rows, indent=1) + "\n")
+    for step in Jobs(list(LAYOUTS.values()), find_peers(_report) if peers else None).everything():
+        for row in step.rows():
+            rows.append(row)
+            click.echo(json.dumps(row))
+        write_rows(output, rows)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

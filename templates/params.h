@@ -51,7 +51,6 @@ struct DecodeScoreParams {
   int batch;
   int query_len;
   int rank;
-  int vector_stores;
   // Of the fused chain, which keeps lists in place of scores.
   const int* num_valid_pages;
   unsigned long long* pool;

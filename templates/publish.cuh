@@ -4,17 +4,20 @@ inline namespace kernels {
 template <msa_icp::RowForm kForm>
 struct Publication {
   const msa_icp::PublishParams& p;
-  int token, head;
-  long long base;       // of the owner's receive rows
-  int* counter;         // of tagged rows
-  unsigned generation;  // that the row gets
+  int token, owner, owned;  // the head is the owner's number `owned`
+  long long base;           // of the owner's receive rows
+  long long row;            // that is written, of the owner's
+  int* counter;             // of tagged rows
+  unsigned generation;      // that the row gets
 
   // Loads what publishing needs, ahead of its use at the end.
-  __device__ __forceinline__ Publication(const msa_icp::PublishParams& params, int token_, int head_)
+  __device__ __forceinline__ Publication(const msa_icp::PublishParams& params, int token_, int head)
       : p(params),
         token(token_),
-        head(head_),
-        base(p.recv_bases[head / p.heads_per_rank]),
+        owner(p.heads_per_rank == 1 ? head : head / 2),
+        owned(p.heads_per_rank == 1 ? 0 : head % 2),
+        base(p.recv_bases[owner]),
+        row(((static_cast<long long>(p.slot) * p.world_size + p.rank) * p.heads_per_rank + owned) * p.capacity + token),
         counter(nullptr),
         generation(0) {
     if (kForm == msa_icp::RowForm::kTagged) {
@@ -25,9 +28,6 @@ struct Publication {
 
   // Between this and the constructor lies a barrier of the CTA.
   __device__ __forceinline__ void store(const Selected& selected, int lane) const {
-    const int owner = head / p.heads_per_rank, owned = head % p.heads_per_rank;
-    const long long row =
-        ((static_cast<long long>(p.slot) * p.world_size + p.rank) * p.heads_per_rank + owned) * p.capacity + token;
     if (kForm == msa_icp::RowForm::kTagged) {
       // A word carries its generation, so each validates itself: no order among the stores, and none with others, is
       // needed. Relaxed system-scope 64-bit stores are enough, as they cannot tear.

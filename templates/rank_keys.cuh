@@ -19,8 +19,8 @@ __device__ __forceinline__ ScoreKey score_key(float score) {
   return static_cast<unsigned>(bits) ^ (static_cast<unsigned>(bits >> 31) | 0x80000000u);
 }
 
-__device__ __forceinline__ Key candidate_key(float score, int id, bool forced) {
-  return static_cast<Key>(forced ? 3 : 2) << (32 + kIdBits) | static_cast<Key>(score_key(score)) << kIdBits |
+__device__ __forceinline__ Key candidate_key(ScoreKey score, int id, bool forced) {
+  return static_cast<Key>(forced ? 3 : 2) << (32 + kIdBits) | static_cast<Key>(score) << kIdBits |
          static_cast<Key>(kMaxBlocks - 1 - id);
 }
 
@@ -34,11 +34,14 @@ __device__ __forceinline__ int id_of(Key key) {
   return kMaxBlocks - 1 - static_cast<int>(key & static_cast<Key>(kMaxBlocks - 1));
 }
 
-// Keys in `list[0, count)` that are larger than `key`. All lanes read the same entry at a time.
+// Keys in `list[0, count)` that are larger than `key`. All lanes read the same entry at a time. Entries up to the next
+// multiple of 8 hold kNoCandidate, so that reads never wait for one another.
 __device__ __forceinline__ int count_larger(const Key* list, int count, Key key) {
   int larger = 0;
-#pragma unroll 8
-  for (int i = 0; i < count; ++i) larger += list[i] > key;
+  for (int i = 0; i < count; i += 8) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) larger += list[i + j] > key;
+  }
   return larger;
 }
 

@@ -27,24 +27,24 @@ __device__ __forceinline__ void row_sync() {
 template <int kThreads>
 struct Selection {
   static constexpr int kWarps = kThreads / 32;
-  ScoreKey group_best[kWarps][32];
-  ScoreKey bound;
+  ScoreKey group_best[kWarps][32];  // of a warp's columns
+  ScoreKey row_best[kWarps][32];    // of all columns, a copy for each warp
   int count;
   Key list[kListCapacity];
-  float list_scores[kListCapacity];
   Key winner[kTopK];
-  float winner_scores[kTopK];
   Key warp_best[kWarps];
 };
 
-// This thread's candidates, and their score keys. Ids of a row are `column * scale + offset`; limits on ids become
-// limits on columns, so that one comparison tells that a column is neither forced nor past the end.
-template <int kThreads, int kPerThread>
+// The score keys of this thread's candidates. Ids of a row are `(column << shift) + offset`; limits on ids become limits
+// on columns, so that one comparison tells that a column is neither forced nor past the end.
+//
+// A thread's first kAhead columns are loaded along with the number of pages rather than after it.
+template <int kThreads, int kPerThread, int kAhead>
 struct Candidates {
-  float score[kPerThread];
+  static constexpr int kCount = kPerThread;
   ScoreKey key[kPerThread];
   const float* row;
-  int scale, offset;
+  int shift, offset;
   int columns;        // columns of the row that are candidates
   int forced_before;  // columns below this and from `forced_from` on are forced
   int forced_from;
@@ -52,7 +52,7 @@ struct Candidates {
   __device__ __forceinline__ static int column_of(int i) { return i * kThreads + row_thread<kThreads>(); }
 
   // Columns whose id is below `id`.
-  __device__ __forceinline__ int columns_below(int id) const { return id > offset ? (id - offset - 1) / scale + 1 : 0; }
+  __device__ __forceinline__ int columns_below(int id) const { return id > offset ? (id - offset - 1 >> shift) + 1 : 0; }
 
   __device__ __forceinline__ bool is_forced(int column) const {
     return column < forced_before || column >= forced_from;
@@ -60,16 +60,17 @@ struct Candidates {
 
   __device__ __forceinline__ void load(const msa_icp::SelectParams& p, int token, int head) {
     row = p.scores + token * p.score_token_stride + head * p.score_head_stride;
-    scale = p.index_scale;
+    shift = p.index_scale - 1;  // the scale is 1 or 2
     offset = p.index_offset;
-    // The first columns are loaded along with the number of pages rather than after it.
-    score[0] = column_of(0) < p.score_columns ? row[column_of(0)] : 0.0f;
+    float score[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) score[i] = column_of(i) < p.score_columns ? row[column_of(i)] : 0.0f;
     const int num_valid = p.num_valid_pages[token];
     columns = min(columns_below(min(num_valid, kMaxBlocks)), p.score_columns);
     forced_before = min(columns_below(p.force_begin_blocks), columns);
     forced_from = max(min(columns_below(max(max(num_valid, 0) - p.force_end_blocks, 0)), columns), forced_before);
 #pragma unroll
-    for (int i = 1; i < kPerThread; ++i) score[i] = column_of(i) < columns ? row[column_of(i)] : 0.0f;
+    for (int i = kAhead; i < kPerThread; ++i) score[i] = column_of(i) < columns ? row[column_of(i)] : 0.0f;
     const unsigned free_columns = forced_from - forced_before;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -78,59 +79,60 @@ struct Candidates {
     }
   }
 
-  __device__ __forceinline__ Key full_key(int column, float value) const {
-    return candidate_key(value, column * scale + offset, is_forced(column));
+  __device__ __forceinline__ ScoreKey best() const {
+    ScoreKey result = key[0];
+#pragma unroll
+    for (int i = 1; i < kPerThread; ++i) result = max(result, key[i]);
+    return result;
+  }
+
+  // Candidates at or above `bound`.
+  __device__ __forceinline__ int count(ScoreKey bound) const {
+    int result = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) result += key[i] >= bound;
+    return result;
+  }
+
+  // `score` is the column's, or kForcedScore.
+  __device__ __forceinline__ Key full_key(int column, ScoreKey score) const {
+    const bool forced = is_forced(column);
+    return candidate_key(forced ? score_key(row[column]) : score, (column << shift) + offset, forced);
   }
 };
 
-// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one.
-template <int kThreads, int kPerThread>
-__device__ __forceinline__ ScoreKey score_bound(const Candidates<kThreads, kPerThread>& candidates,
-                                                Selection<kThreads>& shared) {
+// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one. Every warp
+// finds it for itself, which costs less than a barrier.
+template <int kThreads, typename Candidates>
+__device__ __forceinline__ ScoreKey score_bound(const Candidates& candidates, Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = row_thread<kThreads>() / 32;
-  ScoreKey best = candidates.key[0];
+  ScoreKey best = candidates.best();
+  if (kThreads > 32) {
+    shared.group_best[warp][lane] = best;
+    row_sync<kThreads>();
 #pragma unroll
-  for (int i = 1; i < kPerThread; ++i) best = max(best, candidates.key[i]);
-  shared.group_best[warp][lane] = best;
-  row_sync<kThreads>();
-  if (warp == 0) {
-#pragma unroll
-    for (int w = 1; w < Selection<kThreads>::kWarps; ++w) best = max(best, shared.group_best[w][lane]);
-    __syncwarp();
-    shared.group_best[0][lane] = best;
-    __syncwarp();
-    int larger = 0, as_large = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const ScoreKey other = shared.group_best[0][i];
-      larger += other > best;
-      as_large += other >= best;
-    }
-    const unsigned holders = __ballot_sync(kFullWarp, best != 0 && larger < kTopK && as_large >= kTopK);
-    const ScoreKey bound = __shfl_sync(kFullWarp, best, holders ? __ffs(holders) - 1 : 0);
-    if (lane == 0) shared.bound = holders ? bound : 1;
+    for (int w = 0; w < Selection<kThreads>::kWarps; ++w) best = max(best, shared.group_best[w][lane]);
   }
-  row_sync<kThreads>();
-  return shared.bound;
+  shared.row_best[warp][lane] = best;
+  __syncwarp();
+  int larger = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) larger += shared.row_best[warp][i] > best;
+  // Of the groups that fewer than 16 surpass, the least is the 16th.
+  return max(__reduce_min_sync(kFullWarp, larger < kTopK ? best : kForcedScore), 1u);
 }
 
 // Exact whatever the scores: the largest key below the one found before, 16 times. Rare, so the row is read again
 // rather than held in registers.
-template <int kThreads, int kPerThread>
-__device__ __forceinline__ void select_one_by_one(const Candidates<kThreads, kPerThread>& candidates,
-                                                  Selection<kThreads>& shared) {
+template <int kThreads, typename Candidates>
+__device__ __forceinline__ void select_one_by_one(const Candidates& candidates, Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = row_thread<kThreads>() / 32;
   Key previous = ~static_cast<Key>(0);
   for (int place = 0; place < kTopK; ++place) {
     Key best = kNoCandidate;
-    float best_score = 0.0f;
     for (int column = row_thread<kThreads>(); column < candidates.columns; column += kThreads) {
-      const float score = candidates.row[column];
-      const Key key = candidates.full_key(column, score);
-      if (key < previous && key > best) {
-        best = key;
-        best_score = score;
-      }
+      const Key key = candidates.full_key(column, score_key(candidates.row[column]));
+      if (key < previous) best = max(best, key);
     }
     Key row_best = best;
 #pragma unroll
@@ -140,30 +142,28 @@ __device__ __forceinline__ void select_one_by_one(const Candidates<kThreads, kPe
     row_sync<kThreads>();
 #pragma unroll
     for (int w = 0; w < Selection<kThreads>::kWarps; ++w) row_best = max(row_best, shared.warp_best[w]);
-    if (best == row_best && best != kNoCandidate) {
-      shared.winner[place] = best;
-      shared.winner_scores[place] = best_score;
-    }
+    if (best == row_best && best != kNoCandidate) shared.winner[place] = best;
     previous = row_best;
   }
 }
 
 // Leaves the 16 best candidates in shared.winner; places without one hold kNoCandidate.
-template <int kThreads, int kPerThread>
-__device__ __forceinline__ void select(const Candidates<kThreads, kPerThread>& candidates,
-                                       Selection<kThreads>& shared) {
+template <int kThreads, typename Candidates>
+__device__ __forceinline__ void select(const Candidates& candidates, Selection<kThreads>& shared) {
   const int thread = row_thread<kThreads>();
   if (thread == 0) shared.count = 0;
   if (thread < kTopK) shared.winner[thread] = kNoCandidate;
-  const ScoreKey bound = score_bound(candidates, shared);
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (candidates.key[i] >= bound) {
-      const int place = atomicAdd(&shared.count, 1);
-      if (place < kListCapacity) {
-        shared.list[place] = candidates.full_key(candidates.column_of(i), candidates.score[i]);
-        shared.list_scores[place] = candidates.score[i];
-      }
+  for (int i = thread; i < kListCapacity; i += kThreads) shared.list[i] = kNoCandidate;
+  const ScoreKey bound = score_bound(candidates, shared);
+  int place = candidates.count(bound);
+  if (place > 0) {
+    place = atomicAdd(&shared.count, place);
+#pragma unroll
+    for (int i = 0; i < Candidates::kCount; ++i) {
+      if (candidates.key[i] < bound) continue;
+      if (place < kListCapacity) shared.list[place] = candidates.full_key(candidates.column_of(i), candidates.key[i]);
+      ++place;
     }
   }
   row_sync<kThreads>();
@@ -174,10 +174,7 @@ __device__ __forceinline__ void select(const Candidates<kThreads, kPerThread>& c
     for (int entry = thread; entry < count; entry += kThreads) {
       const Key key = shared.list[entry];
       const int rank = count_larger(shared.list, count, key);
-      if (rank < kTopK) {
-        shared.winner[rank] = key;
-        shared.winner_scores[rank] = shared.list_scores[entry];
-      }
+      if (rank < kTopK) shared.winner[rank] = key;
     }
   }
   row_sync<kThreads>();
@@ -189,16 +186,29 @@ struct Selected {
   int place, bits, id;
 };
 
-__device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], const float (&scores)[kTopK], int lane) {
+__device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], int lane) {
   Selected selected;
   const Key key = lane < kTopK ? winner[lane] : kNoCandidate;
   selected.id = key == kNoCandidate ? -1 : id_of(key);
-  selected.bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : scores[lane]);
+  selected.bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : score_of(key));
   selected.place = selected.id < 0 ? lane : 0;  // ranks are dense, so empty places are the last ones already
 #pragma unroll
   for (int i = 0; i < kTopK; ++i) {
     const int other = __shfl_sync(kFullWarp, selected.id, i);
     if (selected.id >= 0) selected.place += other >= 0 && other < selected.id;
+  }
+  return selected;
+}
+
+// The row that select() has left.
+template <int kThreads, typename Candidates>
+__device__ __forceinline__ Selected selected_row(const Candidates& candidates, const Selection<kThreads>& shared,
+                                                 int lane) {
+  Selected selected = order_by_id(shared.winner, lane);
+  // A key tells neither NaN from -inf nor -0.0 from +0.0.
+  const float score = __int_as_float(selected.bits);
+  if (selected.id >= 0 && (score == kMinusInfinity || score == 0.0f)) {
+    selected.bits = __float_as_int(candidates.row[selected.id - candidates.offset >> candidates.shift]);
   }
   return selected;
 }

@@ -297,6 +297,13 @@ def test_build_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert result.exit_code == 1 and result.output == "Error: no nvcc\n"
 
 
+def test_commands_start_without_torch() -> None:
+    """Help and usage errors need not wait for torch."""
+    program = "import sys; import flashinfer_msa.cli as cli; print(sorted(cli.main.commands), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['bench', 'build', 'demo', 'list'] False\n"
+
+
 def test_module_is_runnable() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flashinfer_msa", "--version"], capture_output=True, text=True, check=True

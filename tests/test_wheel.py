@@ -88,6 +88,7 @@ def test_wheel_carries_what_its_manifest_names(wheel: Path) -> None:
     assert {
         "flashinfer_msa/py.typed",
         "flashinfer_msa/aot/build.py",
+        "flashinfer_msa/bench/decode.py",
         "flashinfer_msa/templates/common.cu.j2",
         "flashinfer_msa/templates/params.h",
         "flashinfer_msa/templates/ptx/mma.cuh",

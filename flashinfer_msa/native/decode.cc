@@ -103,8 +103,6 @@ DecodeScoreParams score_params(const Score& s) {
   p.score_token_stride = s.scores.stride(0);
   p.score_head_stride = s.scores.stride(1);
   p.score_columns = as_int(s.scores.size(2));
-  p.vector_stores =
-      reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 && p.score_head_stride % 4 == 0;
   return p;
 }
 

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of one rank: the scorer, the publisher, the merge, and the chains of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .. import msa_ops
+from ..comm import MSAIcpComm, local_comm
+from ..indexer import MSAIcpIndexerPlan
+from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, TOP_K, Layout, find_layout
+from ..simulate import group_plans, random_e4m3
+from .ceilings import Ceilings
+from .peers import Peers, PeerShape
+from .rows import Row
+from .timing import at_least_min_calls, copies_of, graph_us
+
+
+def _with_one_buffer_of_counters(comm: MSAIcpComm) -> tuple[MSAIcpComm, torch.Tensor]:
+    """``comm`` with its counters in the first row of the buffer returned, whose second row stays zero."""
+    publish, expected = comm.publish_generations, comm.expected_generations
+    counters = torch.zeros(2, publish.numel() + expected.numel(), dtype=torch.int32, device=publish.device)
+    first, second = counters[0].split([publish.numel(), expected.numel()])
+    return replace(
+        comm, publish_generations=first.view_as(publish), expected_generations=second.view_as(expected)
+    ), counters
+
+
+@dataclass
+class DecodeCase:
+    """One rank's decode step: inputs for several layers, so that a graph over them reads cold keys."""
+
+    layout: Layout
+    plan: MSAIcpIndexerPlan
+    comm: MSAIcpComm
+    counters: torch.Tensor
+    index_q: torch.Tensor
+    keys: list[torch.Tensor]
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_valid_pages: torch.Tensor
+    scores: torch.Tensor
+    output: torch.Tensor
+    query_len: int
+
+    @classmethod
+    def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool) -> DecodeCase:
+        """Random keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
+        return cls.make_ragged(layout, [context] * batch, query_len, cold=cold)
+
+    @classmethod
+    def make_ragged(cls, layout: Layout, contexts: Sequence[int], query_len: int, *, cold: bool) -> DecodeCase:
+        """Random keys of requests of so many tokens each, in pages in random order."""
+        batch, longest = len(contexts), max(contexts)
+        plans = group_plans(
+            layout,
+            ["cuda"],
+            init_blocks=0,
+            local_blocks=1,
+            max_decode_tokens=batch * query_len,
+            max_decode_query_len=query_len,
+            max_num_batched_tokens=8192,
+            max_num_seqs=batch,
+            max_model_len=longest,
+            num_sparse_layers=4,
+        )
+        generator = torch.Generator("cuda").manual_seed(0)
+        counts = [-(-context // layout.page_size) for context in contexts]
+        keys = copies_of(random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator), cold=cold)
+        pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
+        comm, counters = _with_one_buffer_of_counters(local_comm(plans)[0])
+        tokens = batch * query_len
+        seq_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+        seen = (seq_lens[:, None] + torch.arange(1 - query_len, 1, device="cuda", dtype=torch.int32)).flatten()
+        return cls(
+            layout=layout,
+            plan=plans[0],
+            comm=comm,
+            counters=counters,
+            index_q=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
+            keys=keys,
+            block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
+            seq_lens=seq_lens,
+            num_valid_pages=(seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
+            scores=torch.empty(plans[0].decode_scores_shape(), device="cuda"),
+            output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+            query_len=query_len,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the scorer moves: local keys read, and scores of their pages written."""
+        keys = self.keys[0]
+        return keys.nbytes + len(keys) * self.query_len * NUM_HEADS * 4
+
+    def score(self, keys: torch.Tensor) -> None:
+        """Launch the scorer alone, as the facade does: as a programmatic dependent."""
+        msa_ops.msa_icp_decode_index_score_sharded(
+            self.index_q,
+            keys,
+            self.block_table,
+            self.seq_lens,
+            self.scores,
+            rank=0,
+            world_size=self.layout.world_size,
+            page_size=self.layout.page_size,
+            decode_query_len=self.query_len,
+            max_decode_query_len=self.query_len,
+            enable_pdl=True,
+        )
+
+    def prepublish_peers(self) -> None:
+        """Fill the peers' rows of slot set 0 with what this rank publishes, and arm the counters for one merge."""
+        self.plan.decode_publish(
+            self.index_q,
+            self.keys[0],
+            self.block_table,
+            self.seq_lens,
+            self.num_valid_pages,
+            self.scores,
+            comm=self.comm,
+            slot=0,
+            tagged=True,
+            decode_query_len=self.query_len,
+        )
+        self.copy_rows_to_peers()
+        self.rearm()
+
+    def copy_rows_to_peers(self) -> None:
+        """Let the rows that this rank published in slot set 0 stand for its peers' too."""
+        self.comm.tagged_recv[0, 1:] = self.comm.tagged_recv[0, :1]
+
+    def rearm(self) -> None:
+        """Set the counters back, so that the next chain publishes and expects the generation that lies in the rows.
+
+        One copy, which is one node of a graph.
+        """
+        self.counters[0].copy_(self.counters[1])
+
+    def chain(self, keys: torch.Tensor, pool: torch.Tensor | None = None) -> None:
+        """Launch score, publish and merge; with ``pool``, the fused chain."""
+        self.plan.decode(
+            self.index_q,
+            keys,
+            self.block_table,
+            self.seq_lens,
+            self.num_valid_pages,
+            self.scores,
+            self.output,
+            comm=self.comm,
+            slot=0,
+            tagged=True,
+            decode_query_len=self.query_len,
+            pool=pool,
+        )
+
+    def chain_us(self, *, fused: bool = False) -> float:
+        """Microseconds of the chain; the node that sets the counters back is measured alone and subtracted."""
+        self.prepublish_peers()
+        pool = None
+        if fused:
+            size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=len(self.index_q))
+            pool = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+        def step(keys: torch.Tensor) -> None:
+            self.rearm()
+            self.chain(keys, pool)
+
+        keys = at_least_min_calls(self.keys)
+        whole = graph_us([lambda k=k: step(k) for k in keys])
+        return whole - graph_us([self.rearm] * len(keys))
+
+
+class DecodeShape(NamedTuple):
+    """``batch`` requests of ``context`` tokens each, the last ``query_len`` of which are this step's."""
+
+    batch: int
+    context: int
+    query_len: int
+    cold: bool
+
+
+DECODE_SHAPES = [
+    DecodeShape(batch, context, query_len, cold)
+    for cold in (True, False)
+    for batch, context, query_len in (
+        (1, 8 << 10, 1),
+        (1, 128 << 10, 1),
+        (1, 1 << 20, 1),
+        (128, 8 << 10, 1),
+        (8, 128 << 10, 1),
+        (32, 128 << 10, 1),
+        (32, 128 << 10, 4),
+        (32, 128 << 10, 8),
+        (64, 128 << 10, 1),
+        (256, 32 << 10, 1),
+    )
+    if cold or query_len == 1  # the larger ones do not fit into the L2 cache
+]
+"""What is measured unless something else is asked for."""
+
+SCORE, CHAINS = "decode_score", ("decode_chain", "decode_fused_chain")
+
+
+def decode_rows(
+    layout: Layout, shape: DecodeShape, jobs: Collection[str], ceilings: Ceilings, peers: Peers | None = None
+) -> Iterator[Row]:
+    """Scorer and chains, those of ``jobs``: the scorer beside a streaming read of the same bytes, and ``peers``."""
+    case = DecodeCase.make(layout, *shape[:3], cold=shape.cold)
+    batch, context, query_len, cold = shape
+    common: Row = {"layout": layout.title, "batch": batch, "ctx": context, "query_len": query_len, "cold": cold}
+    unsharded = PeerShape(batch, context, layout.heads_per_rank, query_len, cold)
+    rows: list[Row] = []
+    if SCORE in jobs:
+        rows.append({"job": SCORE, **common, **_score_figures(case, ceilings)})
+    note = "peers' rows pre-published; a copy that sets the counters back measured alone and subtracted"
+    for job in CHAINS:
+        if job in jobs:
+            rows.append({"job": job, **common, "us": case.chain_us(fused=job == CHAINS[1]), "note": note})
+    del case
+    for row in rows:
+        yield row
+        if peers is None or row["job"] == CHAINS[1]:
+            continue
+        if row["job"] == SCORE:
+            shard = -(-context // layout.world_size)
+            note = f"their scorer on as many key bytes: {shard} keys a request, {layout.heads_per_rank} heads"
+            yield from peers.compare(row, unsharded._replace(context=shard), note)
+        else:
+            note = f"theirs without shards: all keys, {layout.heads_per_rank} heads"
+            yield from peers.compare(row, unsharded, note)
+
+
+def _score_figures(case: DecodeCase, ceilings: Ceilings) -> Row:
+    """What the scorer takes, and its share of a streaming pass over the same bytes."""
+    us = graph_us([lambda k=k: case.score(k) for k in at_least_min_calls(case.keys)])
+    read_us = ceilings.read_us(case.keys) * case.moved_bytes / case.keys[0].nbytes
+    return {"us": us, "bytes": case.moved_bytes, "tb_s": case.moved_bytes / us / 1e6, "ceiling_ratio": read_us / us}
+
+
+def ragged_rows(layout: Layout, ceilings: Ceilings) -> Iterator[Row]:
+    """How evenly a batch of one long request and many short ones keeps the multiprocessors busy."""
+    contexts = [1 << 20] + [4 << 10] * 63
+    case = DecodeCase.make_ragged(layout, contexts, 1, cold=True)
+    yield {
+        "job": SCORE,
+        "name": "ragged batch",
+        "layout": layout.title,
+        "batch": len(contexts),
+        "ctx": max(contexts),
+        "query_len": 1,
+        "cold": True,
+        **_score_figures(case, ceilings),
+        "note": "one request of 1M tokens among 63 of 4K",
+    }
+
+
+def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
+    """Select + publish of ready scores into ready rows, and the merge of rows that have arrived.
+
+    Of a layout, the number of ranks is all that matters here: P128 stands for both page sizes.
+    """
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        layout = find_layout(BLOCK_TOKENS, world_size)
+        for tokens, columns in ((64, 1024), (256, 1024), (256, 8192)):
+            case = DecodeCase.make(layout, tokens, 4 * BLOCK_TOKENS, 1, cold=False)
+            scores = torch.randn(tokens, NUM_HEADS, columns, device="cuda")
+            valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
+
+            def publish(c: DecodeCase = case, s: torch.Tensor = scores, v: torch.Tensor = valid) -> None:
+                msa_ops.msa_icp_topk_select_publish(
+                    s,
+                    v,
+                    c.comm.tagged_recv_bases,
+                    c.comm.errors,
+                    slot=0,
+                    rank=0,
+                    world_size=c.layout.world_size,
+                    heads_per_rank=c.layout.heads_per_rank,
+                    capacity=c.plan.max_decode_tokens,
+                    force_begin_blocks=0,
+                    force_end_blocks=1,
+                    generations=c.comm.publish_generations,
+                )
+
+            shape = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
+            size = scores.numel() * 4
+            us = graph_us([publish] * 50)
+            yield {"job": "select_publish", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
+
+            case.comm.publish_generations.zero_()
+            publish()
+            case.copy_rows_to_peers()
+
+            def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
+                c.comm.expected_generations.zero_()
+                c.plan.decode_merge(v, c.output, comm=c.comm, slot=0, tagged=True, enable_pdl=False)
+
+            reset_us = graph_us([case.comm.expected_generations.zero_] * 50)
+            us = graph_us([merge] * 50) - reset_us
+            yield {
+                "job": "merge",
+                **shape,
+                "us": us,
+                "note": "a counter reset a step measured alone and subtracted",
+            }

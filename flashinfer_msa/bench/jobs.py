@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each job of the benchmark measures, as a list of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..layout import Layout
+from .ceilings import Ceilings, launch_rows, memory_rows
+from .decode import CHAINS, DECODE_SHAPES, SCORE, DecodeShape, decode_rows, ragged_rows, selection_rows
+from .host import host_rows
+from .peers import Peers
+from .prefill import PREFILL_SHAPES, PrefillShape, balance_rows, prefill_rows
+from .rows import Row, finished, keys_text
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a job that holds its inputs by itself: what a progress bar calls it, and its rows when it is run."""
+
+    label: str
+    measure: Callable[[], Iterable[Row]]
+
+    def rows(self) -> Iterator[Row]:
+        """The measured rows, as they are written; no memory is kept after the last one."""
+        for row in self.measure():
+            yield finished(row)
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Jobs:
+    """The jobs of one run, which share ceilings and peers."""
+
+    layouts: Sequence[Layout]
+    peers: Peers | None = None
+    ceilings: Ceilings = field(default_factory=Ceilings)
+
+    def decode(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
+        """Ceilings, scorer, and with no ``shapes`` given publisher, merge and a ragged batch too."""
+        return [
+            Step("reading and copying", memory_rows),
+            Step("launching", launch_rows),
+            *self._decode_steps(shapes, (SCORE,), temperatures),
+            *([] if shapes else self._fixed_decode_steps(temperatures)),
+        ]
+
+    def chain(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
+        """Ceilings, and both chains."""
+        return [
+            Step("reading and copying", memory_rows),
+            Step("launching", launch_rows),
+            *self._decode_steps(shapes, CHAINS, temperatures),
+        ]
+
+    def prefill(self, shapes: Sequence[PrefillShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
+        """An FP8 matrix product, every part of a window, and with no ``shapes`` given a ragged window too."""
+        return [
+            Step("matrix product", lambda: [self.ceilings.gemm]),
+            *(
+                Step(
+                    f"{layout.title}, {shape.tokens} of {keys_text(shape.context)}, {_warmth(shape.cold)}",
+                    lambda layout=layout, shape=shape: prefill_rows(layout, shape, self.ceilings, self.peers),
+                )
+                for layout in self.layouts
+                for shape in shapes or PREFILL_SHAPES
+                if shape.cold in temperatures
+            ),
+            *([] if shapes or False not in temperatures else self._ragged_windows()),
+        ]
+
+    def host(self) -> list[Step]:
+        """Host time of an eager decode."""
+        return [Step("host time", host_rows)]
+
+    def everything(self) -> list[Step]:
+        """All jobs; scorer and chains share their inputs, and prefill keys are cold."""
+        return [
+            Step("reading and copying", memory_rows),
+            Step("launching", launch_rows),
+            *self._decode_steps((), (SCORE, *CHAINS), (True, False)),
+            *self._fixed_decode_steps((True, False)),
+            *self.prefill(temperatures=(True,)),
+            *self._ragged_windows(),
+            *self.host(),
+        ]
+
+    def _decode_steps(
+        self, shapes: Sequence[DecodeShape], jobs: Sequence[str], temperatures: Sequence[bool]
+    ) -> list[Step]:
+        return [
+            Step(
+                f"{layout.title}, {shape.batch} x {keys_text(shape.context)}, query length {shape.query_len}, "
+                f"{_warmth(shape.cold)}",
+                lambda layout=layout, shape=shape: decode_rows(layout, shape, jobs, self.ceilings, self.peers),
+            )
+            for layout in self.layouts
+            for shape in shapes or DECODE_SHAPES
+            if shape.cold in temperatures
+        ]
+
+    def _fixed_decode_steps(self, temperatures: Sequence[bool]) -> list[Step]:
+        ragged = [
+            Step(f"{layout.title}, ragged batch", lambda layout=layout: ragged_rows(layout, self.ceilings))
+            for layout in self.layouts
+        ]
+        selection = [Step("publisher and merge", lambda: selection_rows(self.layouts))]
+        return [*(ragged if True in temperatures else []), *(selection if False in temperatures else [])]
+
+    def _ragged_windows(self) -> list[Step]:
+        return [
+            Step(f"{layout.title}, ragged window", lambda layout=layout: balance_rows(layout))
+            for layout in self.layouts
+        ]
+
+
+def _warmth(cold: bool) -> str:
+    return "cold" if cold else "warm"

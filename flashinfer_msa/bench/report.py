@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from .rows import Row, case_of, keys_text, own_rows
+
+TITLES = {
+    "ceiling": "Ceilings of this GPU",
+    "decode_score": "Decode scorer, beside a streaming pass over the same bytes",
+    "select_publish": "Select and publish, of ready scores into ready rows",
+    "merge": "Merge, of rows that have arrived",
+    "decode_chain": "Decode chain: score, select and publish, merge",
+    "decode_fused_chain": "Fused decode chain",
+    "prefill_plan": "Prefill planner",
+    "prefill_score": "Prefill scorer, beside an FP8 matrix product",
+    "prefill_select": "Prefill selection",
+    "prefill_chain": "Prefill chain: score, select and merge, without the exchange",
+    "host": "Host time",
+}
+"""Every job, in the order of its table."""
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    ("name", "", lambda row: row["name"]),
+    ("layout", "layout", lambda row: row["layout"]),
+    ("batch", "batch", lambda row: str(row["batch"])),
+    ("tokens", "tokens", lambda row: str(row["tokens"])),
+    ("ctx", "context", lambda row: keys_text(row["ctx"])),
+    ("query_len", "query\nlength", lambda row: str(row["query_len"])),
+    ("cold", "keys", lambda row: "cold" if row["cold"] else "warm"),
+    ("bytes", "MB", lambda row: f"{row['bytes'] / 1e6:.1f}"),
+    ("us", "us", lambda row: f"{row['us']:.2f}"),
+    ("tb_s", "TB/s", lambda row: f"{row['tb_s']:.2f}"),
+    ("tflops", "TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
+    ("ceiling_ratio", "of the\nceiling", lambda row: f"{row['ceiling_ratio']:.0%}"),
+)
+"""Key of a row, head of its column, and what to show."""
+
+
+def print_tables(console: Console, rows: Sequence[Row]) -> None:
+    """Print a table a job, with a column a peer: its time over ours."""
+    for job, title in TITLES.items():
+        of_job = [row for row in rows if row["job"] == job]
+        if of_job:
+            console.print(f"\n{title}", highlight=False)
+            console.print(_table(of_job))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    ours = own_rows(rows)
+    peers = list(dict.fromkeys(row["peer"] for row in rows if "peer" in row))
+    speedups = {(row["peer"], case_of(row)): row["speedup"] for row in rows if "peer" in row}
+    columns = [(key, head, text) for key, head, text in _COLUMNS if any(key in row for row in ours)]
+    if ours[0]["job"] in ("ceiling", "host"):
+        columns = [column for column in columns if column[0] != "cold"]
+    table = Table()
+    for key, head, _ in columns:
+        table.add_column(head, justify="left" if key in ("name", "layout", "cold") else "right")
+    for peer in peers:
+        table.add_column(f"times\n{peer}", justify="right")
+    for row in ours:
+        cells = [text(row) if key in row else "" for key, _, text in columns]
+        ratios = [speedups.get((peer, case_of(row))) for peer in peers]
+        table.add_row(*cells, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
+    return table

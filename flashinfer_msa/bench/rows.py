@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that every benchmark yields, flat dictionaries of one measured case each, and their file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..layout import LAYOUTS
+
+
+class Row(TypedDict, total=False):
+    """One measured case; keys that do not apply to it are absent."""
+
+    job: str
+    """What was measured, such as ``decode_score``."""
+    name: str
+    """Which ceiling, host figure or special case of the job it is."""
+    layout: str
+    batch: int
+    tokens: int
+    ctx: int
+    query_len: int
+    heads: int
+    cold: bool
+    """Whether the keys were not in the L2 cache."""
+    us: float
+    """Median microseconds."""
+    bytes: int
+    flops: float
+    tb_s: float
+    tflops: float
+    ceiling_ratio: float
+    """To the ceiling of the same run: 1 is at the ceiling."""
+    peer: str
+    """What else was measured on the same case in the same run: this row compares it with ``us``."""
+    peer_us: float
+    speedup: float
+    """``peer_us / us``."""
+    gpus: int
+    note: str
+
+
+CASE_KEYS = ("job", "name", "layout", "batch", "tokens", "ctx", "query_len", "heads", "cold")
+"""Keys that say which case a row is of."""
+
+
+def case_of(row: Row) -> tuple[Any, ...]:
+    """The case that a row is of: a comparison with a peer has that of our own row."""
+    return tuple(row.get(key) for key in CASE_KEYS)
+
+
+def own_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows that are not comparisons with a peer."""
+    return [row for row in rows if "peer" not in row]
+
+
+def local_key_bytes(row: Row) -> int:
+    """Bytes of keys on one rank in the case of a decode row."""
+    layout = LAYOUTS[row["layout"].lower().replace("-", "_")]
+    return row["batch"] * -(-row["ctx"] // layout.page_size) * layout.page_bytes
+
+
+def keys_text(count: int) -> str:
+    """A context length, such as ``128K`` or ``1M``."""
+    for unit, text in ((1 << 20, "M"), (1 << 10, "K")):
+        if count % unit == 0:
+            return f"{count // unit}{text}"
+    return str(count)
+
+
+def bytes_text(count: float) -> str:
+    """A size in binary units, such as ``64 MiB``."""
+    for unit, text in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:g} {text}"
+    return f"{count:g} B"
+
+
+def finished(row: Row) -> Row:
+    """``row`` as it is written: figures of four decimals, and the GPUs that took part."""
+    rounded: Any = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+    return {**rounded, "gpus": 1}
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write ``rows`` as JSON, a row a line: whole, or not at all."""
+    text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

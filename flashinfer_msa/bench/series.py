@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows each plot shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .rows import Row
+
+
+def roofline_rows(rows: Sequence[Row]) -> list[Row]:
+    """Our scorer's rows, without the ragged batch."""
+    return _cold_if_any([row for row in rows if row["job"] == "decode_score" and not {"name", "peer"} & set(row)])
+
+
+def latency_rows(rows: Sequence[Row]) -> list[Row]:
+    """The chain's rows of one query token with those of the peers, and the streaming reads."""
+    chains = _cold_if_any([row for row in rows if row["job"] == "decode_chain" and row["query_len"] == 1])
+    return [*chains, *(row for row in rows if row["job"] == "ceiling" and row["name"] == "streaming_read")]
+
+
+def prefill_rate_rows(rows: Sequence[Row]) -> list[Row]:
+    """Our prefill scorer's rows, without the ragged window, and the matrix product."""
+    scores = _cold_if_any([row for row in rows if row["job"] == "prefill_score" and not {"name", "peer"} & set(row)])
+    return [*scores, *(row for row in rows if row["job"] == "ceiling" and row["name"] == "fp8_gemm")]
+
+
+SERIES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
+    "roofline": roofline_rows,
+    "latency": latency_rows,
+    "prefill": prefill_rate_rows,
+}
+"""By the name of the plot."""
+
+
+def _cold_if_any(rows: list[Row]) -> list[Row]:
+    """The cold rows; the warm ones where there are no others."""
+    return [row for row in rows if row["cold"]] or rows

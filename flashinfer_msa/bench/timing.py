@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times calls by CUDA graph replay."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+COLD_BYTES = 256 << 20
+"""A cold case rotates over more distinct keys than this inside its graph, as the layers of a model do."""
+MIN_CALLS = 20
+"""Calls in a graph, so that its launch does not count."""
+
+
+def graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 15) -> float:
+    """Median microseconds of one call, when all ``calls`` are captured in one CUDA graph, in order, and replayed."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times) * 1e3 / len(calls)
+
+
+def at_least_min_calls(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``inputs`` over and over, so often that a graph of a call each has at least ``MIN_CALLS``."""
+    return inputs * -(-MIN_CALLS // len(inputs))
+
+
+def copies_of(tensor: torch.Tensor, *, cold: bool) -> list[torch.Tensor]:
+    """``tensor``, and so many clones of it that a pass over all of them leaves none in the L2 cache, if ``cold``."""
+    count = 1 + -(-COLD_BYTES // tensor.nbytes) if cold else 1
+    return [tensor, *(tensor.view(torch.uint8).clone().view(tensor.dtype) for _ in range(count - 1))]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from flashinfer_msa.layout import LAYOUTS, Layout
+
+
+def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Sequence[str]) -> list[Layout]:
+    """Return the layouts named like ``p128-tp2``, all of them without a name."""
+    keys = [name.lower().replace("-", "_") for name in names] or list(LAYOUTS)
+    for key, name in zip(keys, names, strict=False):
+        if key not in LAYOUTS:
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(LAYOUTS)}.")
+    return [LAYOUTS[key] for key in dict.fromkeys(keys)]
+
+
+layout_option = click.option(
+    "--layout", "layouts", multiple=True, callback=_parse_layouts, help="Such as p128-tp2; repeatable.  [default: all]"
+)

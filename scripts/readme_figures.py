@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes README's tables and plots from ``tests/gpu/record.json``.
+
+With ``--check`` it exits 1 where README has other tables, or where a plot is not of the record's rows: each SVG carries
+the SHA-256 of the rows that it shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import gpu_record
+
+from flashinfer_msa.aot.render import tree_digest
+from flashinfer_msa.bench.rows import Row, bytes_text, case_of, keys_text, own_rows
+from flashinfer_msa.bench.series import SERIES
+from flashinfer_msa.layout import LAYOUTS
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: scripts/readme_figures.py -->", "<!-- end of figures -->"
+PLOTS = {"roofline": ROOT / "tests" / "gpu" / "roofline.svg", "latency": ROOT / "tests" / "gpu" / "latency.svg"}
+ABSENT = "-"
+
+
+def case_table(rows: Iterable[Row], cell: Callable[[Row], str]) -> list[str]:
+    """Decode cases, a column a layout: what ``cell`` says of each."""
+    titles = [layout.title for layout in LAYOUTS.values()]
+    lines = [
+        f"| batch x context, query length | {' | '.join(titles)} |",
+        f"|---|{'---|' * len(titles)}",
+    ]
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["batch"], row["ctx"], row["query_len"], row["cold"]), {})[row["layout"]] = row
+    for (batch, context, query_len, cold), found in cases.items():
+        cells = [cell(found[title]) if title in found else ABSENT for title in titles]
+        label = f"{batch} x {keys_text(context)}, {query_len}{'' if cold else ', warm'}"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def paragraph(text: str, table: Sequence[str] = ()) -> list[str]:
+    """Lines of ``text`` and ``table``, apart from what comes before; a line break in ``text`` is kept."""
+    lines = [
+        line
+        for part in text.splitlines()
+        for line in textwrap.wrap(part, 118, break_long_words=False, break_on_hyphens=False)
+    ]
+    return ["", *lines, *(["", *table] if table else [])]
+
+
+def of_job(rows: Iterable[Row], job: str, name: str | None = None) -> list[Row]:
+    """Our own rows of a job, without special cases, or those of a name."""
+    return [row for row in own_rows(rows) if row["job"] == job and row.get("name") == name]
+
+
+class Comparisons:
+    """The rows of one job that compare it with peers."""
+
+    def __init__(self, rows: Iterable[Row], job: str) -> None:
+        found = [row for row in rows if row["job"] == job and "peer" in row]
+        self.peers = list(dict.fromkeys(row["peer"] for row in found))
+        self._speedups = {(case_of(row), row["peer"]): row["speedup"] for row in found}
+
+    def cell(self, row: Row) -> str:
+        """How many times our time each peer takes, in the order of ``peers``."""
+        ratios = [self._speedups.get((case_of(row), peer)) for peer in self.peers]
+        return ", ".join(ABSENT if ratio is None else f"{ratio:.2f}x" for ratio in ratios) or ABSENT
+
+
+def ceiling_table(rows: Sequence[Row]) -> list[str]:
+    """What the GPU did in the same run."""
+    names = {
+        "streaming_read": "streaming read",
+        "device_copy": "copy, bytes read and written",
+        "fp8_gemm": "FP8 matrix product (cuBLAS, 8192 x 8192 x 8192)",
+        "tiny_kernel": "one of a chain of tiny kernels in a graph",
+        "tiny_kernel_pdl": "the same as programmatic dependents",
+    }
+    lines = ["| ceiling | |", "|---|---|"]
+    for row in rows:
+        if row["job"] == "ceiling":
+            size = f" of {bytes_text(row['bytes'])}" if row["name"] == "streaming_read" else ""
+            if "tb_s" in row:
+                figure = f"{row['tb_s']:.2f} TB/s"
+            elif "tflops" in row:
+                figure = f"{row['tflops']:.0f} TFLOP/s"
+            else:
+                figure = f"{row['us']:.2f} us"
+            lines.append(f"| {names[row['name']]}{size} | {figure} |")
+    return lines
+
+
+def decode_lines(rows: Sequence[Row]) -> list[str]:
+    """The scorer by case and layout, its plot, a ragged batch, and peers."""
+    scores, peers = of_job(rows, "decode_score"), Comparisons(rows, "decode_score")
+    if not scores:
+        return []
+    lines = paragraph(
+        "Decode scorer, one rank, in a CUDA graph, over keys that are not in the L2 cache unless marked warm. In "
+        "brackets, the time of a streaming read of the same bytes (keys read and scores written) in the same run over "
+        "the scorer's; the scorer is launched as a programmatic dependent, as the indexer does, and the read is not.\n"
+        "`flashinfer-msa bench decode --plot roofline.png` measures table and plot:",
+        case_table(scores, lambda row: f"{row['us']:.1f} us ({row['ceiling_ratio']:.0%})"),
+    )
+    lines += paragraph("![Rate of the decode scorer over the bytes of a rank's keys](tests/gpu/roofline.svg)")
+    ragged = of_job(rows, "decode_score", "ragged batch")
+    if ragged:
+        figures = (f"{row['layout']} {row['us']:.1f} us ({row['ceiling_ratio']:.0%})" for row in ragged)
+        lines += paragraph(f"A ragged batch, one request of 1M tokens among 63 of 4K: {', '.join(figures)}.")
+    if peers.peers:
+        compared = [row for row in scores if peers.cell(row) != ABSENT]
+        lines += paragraph(
+            f"The time of {', '.join(peers.peers)} over the scorer's (`--peers`): its decode scorer on as many bytes "
+            "of keys, with the heads that a rank owns, where ours scores all four:",
+            case_table(compared, peers.cell),
+        )
+    return lines
+
+
+def chain_lines(rows: Sequence[Row]) -> list[str]:
+    """Both decode chains by case and layout, their plot, and peers."""
+    chains, peers = of_job(rows, "decode_chain"), Comparisons(rows, "decode_chain")
+    if not chains:
+        return []
+    keys = ("layout", "batch", "ctx", "query_len", "cold")
+    fused = {tuple(row[k] for k in keys): f"{row['us']:.1f}" for row in of_job(rows, "decode_fused_chain")}
+    lines = paragraph(
+        "The decode chain of one rank (score, select and publish, merge) and the fused one, with the other ranks' "
+        "rows already there. A copy that sets the counters back before each is measured alone and subtracted.\n"
+        "`flashinfer-msa bench chain --plot latency.png` measures table and plot:",
+        case_table(chains, lambda row: f"{row['us']:.1f} us, fused {fused.get(tuple(row[k] for k in keys), ABSENT)}"),
+    )
+    if peers.peers:
+        lines += paragraph(
+            f"The time of {', '.join(peers.peers)} over the chain's (`--peers`): score and Top16 over all keys, since "
+            "they shard none, for the heads that a rank owns:",
+            case_table(chains, peers.cell),
+        )
+    return lines + paragraph("![Time of the decode chain over the bytes of a rank's keys](tests/gpu/latency.svg)")
+
+
+def selection_lines(rows: Sequence[Row]) -> list[str]:
+    """Publisher and merge by case."""
+    lines = ["| | tokens x columns | time |", "|---|---|---|"]
+    names = {"select_publish": "select + publish", "merge": "merge"}
+    for row in own_rows(rows):
+        if row["job"] in names and "heads" not in row:
+            world = row["layout"].split("-")[1]
+            lines.append(
+                f"| {names[row['job']]}, {world} | {row['tokens']} x {row['ctx'] // 128} | {row['us']:.1f} us |"
+            )
+    text = "Ready scores published, and arrived rows merged, launched without overlap:"
+    return paragraph(text, lines) if len(lines) > 2 else []
+
+
+def prefill_lines(rows: Sequence[Row]) -> list[str]:
+    """Scorer, selection, merge and chain by case and layout, and peers."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in own_rows(rows):
+        if "heads" in row and "name" not in row:
+            cases.setdefault((row["tokens"], row["ctx"], row["layout"], row["cold"]), {})[row["job"]] = row
+    if not cases:
+        return []
+    lines = [
+        "| tokens of context | layout | plan | score | select | merge | score, select and merge |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    peers = {job: Comparisons(rows, job) for job in ("prefill_score", "prefill_select")}
+    compared = ["| tokens of context | layout | score | select |", "|---|---|---|---|"]
+
+    def microseconds(row: Row | None, digits: int = 0) -> str:
+        return ABSENT if row is None else f"{row['us']:.{digits}f} us"
+
+    for (tokens, context, layout, cold), jobs in cases.items():
+        label = f"{tokens} of {keys_text(context)}{'' if cold else ', warm'}"
+        score = jobs.get("prefill_score")
+        rate = f": {score['tflops']:.0f} TFLOP/s ({score['ceiling_ratio']:.0%})" if score else ""
+        cells = [label, layout, microseconds(jobs.get("prefill_plan"), 1), microseconds(score) + rate]
+        cells += [microseconds(jobs.get(job)) for job in ("prefill_select", "merge", "prefill_chain")]
+        lines.append(f"| {' | '.join(cells)} |")
+        ratios = [peers[job].cell(jobs[job]) if job in jobs else ABSENT for job in peers]
+        compared.append(f"| {label} | {layout} | {' | '.join(ratios)} |")
+    text = paragraph(
+        "Prefill window of one segment, one rank, all four heads, cold keys, without the exchange. In brackets, "
+        "the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run.\n"
+        "`flashinfer-msa bench prefill` measures the table:",
+        lines,
+    )
+    if peers["prefill_score"].peers:
+        text += paragraph(
+            f"The time of {', '.join(peers['prefill_score'].peers)} over ours (`--peers`): scores of the heads that a "
+            "rank owns over all keys, which are as many FLOPs, and the Top16 of those, which leaves nothing to merge:",
+            compared,
+        )
+    return text
+
+
+def host_lines(rows: Sequence[Row]) -> list[str]:
+    """Host time."""
+    figures = ", ".join(f"{row['name']}: {row['us']:.1f} us" for row in rows if row["job"] == "host")
+    return paragraph(f"Host time, eager (`flashinfer-msa bench host`): {figures}.") if figures else []
+
+
+def figures(record: dict[str, Any]) -> str:
+    """README's section between the markers."""
+    single = record.get("single")
+    if single is None:
+        return "No run on a GPU is recorded yet."
+    tests, errors = single["tests"], sum(single["sanitizer"].values())
+    lines = [
+        f"On an {single['gpu']} (driver {single['driver']}, torch {single['torch']}, {single['date']}): "
+        f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped; "
+        f"{', '.join(single['sanitizer'])}: {errors} errors.",
+    ]
+    if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
+        reason = record.get("pending", {}).get("reason", "no reason is given")
+        lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]
+    rows = single["bench"]
+    lines += paragraph("In the same run:", ceiling_table(rows))
+    for part in (decode_lines, chain_lines, selection_lines, prefill_lines, host_lines):
+        lines += part(rows)
+    return "\n".join(lines)
+
+
+def plot_source(section: dict[str, Any], name: str) -> tuple[list[Row], str, str]:
+    """The rows of a section that plot ``name`` shows, their GPU and date, and the identifier of both."""
+    rows, where = SERIES[name](section["bench"]), f"{section['gpu']}, {section['date']}"
+    digest = hashlib.sha256(json.dumps([rows, where], sort_keys=True).encode()).hexdigest()
+    return rows, where, f"sha256:{digest}"
+
+
+def stale_plots(section: dict[str, Any]) -> list[Path]:
+    """The plots that are missing or of other rows."""
+    stale = []
+    for name, path in PLOTS.items():
+        identifier = f"<dc:identifier>{plot_source(section, name)[2]}</dc:identifier>"
+        if not path.is_file() or identifier not in path.read_text():
+            stale.append(path)
+    return stale
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Exit 1 unless README and the plots have the record's figures.")
+def main(check: bool) -> None:
+    """Write README's tables and plots from the GPU record, or check them."""
+    record = gpu_record.read()
+    text = README.read_text()
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END)[1]
+    wanted = f"{head}{BEGIN}\n\n{figures(record)}\n\n{END}{tail}"
+    if check:
+        stale = [path.name for path in stale_plots(record["single"])] if "single" in record else []
+        if text != wanted or stale:
+            what = ", ".join([*(["README.md"] if text != wanted else []), *stale])
+            raise click.ClickException(f"not the record's figures: {what}; run scripts/readme_figures.py")
+        return
+    if text != wanted:
+        README.write_text(wanted)
+    if "single" in record:
+        from flashinfer_msa.bench.plots import draw
+
+        for name, path in PLOTS.items():
+            rows, where, identifier = plot_source(record["single"], name)
+            draw(name, rows, where, path, identifier)
+
+
+if __name__ == "__main__":
+    main()
