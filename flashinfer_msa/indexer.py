@@ -131,7 +131,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
         # The fields checked last, and what every launch of the decode chain takes from them and the plan.
-        self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64))
+        nothing: tuple[Any, ...] = (object(),) * len(self._comm_fields)
+        self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = (nothing, torch.zeros(0, dtype=torch.int64))
 
     def __repr__(self) -> str:
         return (
@@ -248,18 +249,28 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
     def _comm_state(self, comm: Any) -> torch.Tensor:
         """What a launch takes from the plan and from ``comm``, which is checked unless it is the one checked last."""
-        fields, state = self._checked_comm
+        (recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors), state = self._checked_comm
         try:
-            if all(map(operator.is_, self._comm_getter(comm), fields)) and fields:
+            if (
+                comm.recv is recv
+                and comm.tagged_recv is tagged_recv
+                and comm.recv_bases is recv_bases
+                and comm.tagged_recv_bases is tagged_recv_bases
+                and comm.publish_generations is publish
+                and comm.expected_generations is expected
+                and comm.errors is errors
+            ):
                 return state
         except AttributeError:
             pass  # the check below says which
         return self._check_comm(comm)
 
     def _require_form(self, tagged: bool) -> None:
-        if not isinstance(tagged, bool):
+        if tagged is False or (tagged is True and self.num_sparse_layers >= 2):
+            return
+        if tagged is not True:
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
-        if tagged and self.num_sparse_layers < 2:
+        if self.num_sparse_layers < 2:
             raise ValueError(
                 f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two "
                 "uses of a slot set must be at least two layers apart"
@@ -331,7 +342,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._require_form(tagged)
         _require_output(output)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, half, output)
+        self._backend.decode(self, comm, (state, True, True, slot, tagged, enable_pdl, num_valid_pages, *half, output))
 
     def decode_publish(
         self,
@@ -356,7 +367,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         state = self._comm_state(comm)
         self._require_form(tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, half, None)
+        self._backend.decode(self, comm, (state, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
 
     def decode_merge(
         self,
@@ -372,7 +383,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         state = self._comm_state(comm)
         self._require_form(tagged)
         _require_output(output)
-        self._backend.decode(self, comm, state, slot, tagged, enable_pdl, num_valid_pages, None, output)
+        self._backend.decode(self, comm, (state, False, True, slot, tagged, enable_pdl, num_valid_pages, output))
 
     def prefill_window_plan(
         self,

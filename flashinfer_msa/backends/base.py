@@ -50,21 +50,11 @@ class Backend(Protocol):
     def score_publish(self, call: ScorePublish) -> None:
         """Score, select and publish without score rows."""
 
-    def decode(
-        self,
-        plan: MSAIcpIndexerPlan,
-        comm: Any,
-        state: torch.Tensor,
-        slot: int,
-        tagged: bool,
-        enable_pdl: bool,
-        num_valid_pages: torch.Tensor,
-        publish: tuple[Any, ...] | None,
-        output: torch.Tensor | None,
-    ) -> None:
-        """Run the facade's chain, or the half of it that is called for: no ``publish`` or no ``output``.
+    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
+        """Run the facade's chain, or the half of it that is called for.
 
-        ``state`` is what the launcher takes from plan and comm, ``publish`` what ``PublishHalf`` names.
+        ``arguments`` are the launcher's: what it takes from plan and comm, ``publishes``, ``merges``, ``slot``,
+        ``tagged``, ``enable_pdl``, ``num_valid_pages``; to publish, what ``PublishHalf`` names; to merge, ``output``.
         """
 
     def prefill_plan(self, call: PrefillPlan) -> None:

@@ -17,6 +17,7 @@ from .calls import (
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    PublishHalf,
     ScorePublish,
     SelectPrefill,
     SelectPublish,
@@ -24,6 +25,9 @@ from .calls import (
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
+
+_SCORES = 7 + PublishHalf._fields.index("scores")
+"""Place of the scores among the arguments of a chain that publishes."""
 
 
 def _require_resolved(name: str, plane: Any) -> None:
@@ -78,34 +82,11 @@ class CakeBackend:
         """Launch the fused scorer and publisher."""
         native.call("score_publish", True, *call)
 
-    def decode(
-        self,
-        plan: MSAIcpIndexerPlan,
-        comm: Any,
-        state: torch.Tensor,
-        slot: int,
-        tagged: bool,
-        enable_pdl: bool,
-        num_valid_pages: torch.Tensor,
-        publish: tuple[Any, ...] | None,
-        output: torch.Tensor | None,
-    ) -> None:
+    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
         """Launch the facade's chain."""
-        if publish is not None:
-            _require_resolved("scores", publish[4])
-        halves = (*publish, output) if publish and output is not None else publish or (output,)
-        native.call(
-            "decode",
-            True,
-            state,
-            publish is not None,
-            output is not None,
-            slot,
-            tagged,
-            enable_pdl,
-            num_valid_pages,
-            *halves,
-        )
+        if arguments[1]:
+            _require_resolved("scores", arguments[_SCORES])
+        native.call("decode", True, *arguments)
 
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Launch the planner."""

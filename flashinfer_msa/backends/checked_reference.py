@@ -141,23 +141,12 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def decode(
-        self,
-        plan: MSAIcpIndexerPlan,
-        comm: Any,
-        state: torch.Tensor,
-        slot: int,
-        tagged: bool,
-        enable_pdl: bool,
-        num_valid_pages: torch.Tensor,
-        publish: tuple[Any, ...] | None,
-        output: torch.Tensor | None,
-    ) -> None:
+    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
         """The chain in torch. One whose merge could not end publishes nothing."""
-        halves: tuple[Any, ...] = (*(publish or ()), *(() if output is None else (output,)))
-        given = (publish is not None, output is not None)
-        native.call("decode", False, state, *given, slot, tagged, enable_pdl, num_valid_pages, *halves)
-        half = None if publish is None else PublishHalf(*publish)
+        native.call("decode", False, *arguments)
+        _, publishes, merges, slot, tagged, _, num_valid_pages, *halves = arguments
+        output = halves.pop() if merges else None
+        half = PublishHalf(*halves) if publishes else None
         for tensors in (ChainTensors(num_valid_pages, output), half):
             if tensors is not None:
                 _require_torch(tensors)

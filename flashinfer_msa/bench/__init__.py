@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .ceilings import Ceilings, launch_rows, memory_rows, streaming_read_us
 from .decode import DECODE_SHAPES, DecodeCase, DecodeShape, decode_rows, ragged_rows, selection_rows
-from .host import bare_launch_us, host_rows
+from .host import host_rows
 from .jobs import Jobs, Step
 from .peers import Peer, Peers, PeerShape, find_peers
 from .prefill import PREFILL_SHAPES, PrefillCase, PrefillShape, balance_rows, prefill_rows
@@ -32,7 +32,6 @@ __all__ = [
     "Step",
     "at_least_min_calls",
     "balance_rows",
-    "bare_launch_us",
     "copies_of",
     "decode_rows",
     "find_peers",

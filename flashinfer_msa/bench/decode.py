@@ -17,17 +17,46 @@ from ..simulate import group_plans, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
-from .timing import at_least_min_calls, copies_of, graph_us
+from .timing import MIN_CALLS, at_least_min_calls, copies_of, graph_us
 
 
-def _with_one_buffer_of_counters(comm: MSAIcpComm) -> tuple[MSAIcpComm, torch.Tensor]:
-    """``comm`` with its counters in the first row of the buffer returned, whose second row stays zero."""
-    publish, expected = comm.publish_generations, comm.expected_generations
-    counters = torch.zeros(2, publish.numel() + expected.numel(), dtype=torch.int32, device=publish.device)
-    first, second = counters[0].split([publish.numel(), expected.numel()])
-    return replace(
-        comm, publish_generations=first.view_as(publish), expected_generations=second.view_as(expected)
-    ), counters
+class ArmedComms:
+    """Receive storage for the chains of several steps, in which the peers' rows have arrived.
+
+    A chain advances the counters and leaves its rows: one copy, which is one node of a graph, brings all of it back.
+    """
+
+    def __init__(self, comm: MSAIcpComm, steps: int) -> None:
+        """Storage for ``steps`` chains on slot set 0; ``comm`` is rank 0's, which has published there once."""
+        counters = (comm.publish_generations, comm.expected_generations)
+        storage, *sizes = comm.storages[0].numel(), *(counter.numel() for counter in counters)
+        words = -(-(storage + sum(sizes)) // 2) * 2  # tagged rows are 64-bit words
+        self._live = torch.zeros(steps, words, dtype=torch.int32, device=comm.recv.device)
+        self.comms = [self._comm(comm, row, storage, sizes) for row in self._live]
+        for step in self.comms:
+            step.tagged_recv[0, 1:] = comm.tagged_recv[0, :1]
+        self._armed = self._live.clone()
+
+    @staticmethod
+    def _comm(comm: MSAIcpComm, words: torch.Tensor, storage: int, sizes: Sequence[int]) -> MSAIcpComm:
+        rows, publish, expected = words[: storage + sum(sizes)].split([storage, *sizes])
+        legacy = comm.recv.numel()
+        recv, tagged = rows[:legacy].view_as(comm.recv), rows[legacy:].view(torch.int64).view_as(comm.tagged_recv)
+        bases, tagged_bases = comm.recv_bases.clone(), comm.tagged_recv_bases.clone()
+        bases[0], tagged_bases[0] = recv.data_ptr(), tagged.data_ptr()
+        return replace(
+            comm,
+            recv=recv,
+            tagged_recv=tagged,
+            recv_bases=bases,
+            tagged_recv_bases=tagged_bases,
+            publish_generations=publish.view_as(comm.publish_generations),
+            expected_generations=expected.view_as(comm.expected_generations),
+        )
+
+    def rearm(self) -> None:
+        """Bring every step back to where the peers' rows have arrived, and this rank's have not."""
+        self._live.copy_(self._armed)
 
 
 @dataclass
@@ -37,7 +66,6 @@ class DecodeCase:
     layout: Layout
     plan: MSAIcpIndexerPlan
     comm: MSAIcpComm
-    counters: torch.Tensor
     index_q: torch.Tensor
     keys: list[torch.Tensor]
     block_table: torch.Tensor
@@ -72,15 +100,13 @@ class DecodeCase:
         counts = [-(-context // layout.page_size) for context in contexts]
         keys = copies_of(random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator), cold=cold)
         pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
-        comm, counters = _with_one_buffer_of_counters(local_comm(plans)[0])
         tokens = batch * query_len
         seq_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
         seen = (seq_lens[:, None] + torch.arange(1 - query_len, 1, device="cuda", dtype=torch.int32)).flatten()
         return cls(
             layout=layout,
             plan=plans[0],
-            comm=comm,
-            counters=counters,
+            comm=local_comm(plans)[0],
             index_q=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
@@ -113,8 +139,9 @@ class DecodeCase:
             enable_pdl=True,
         )
 
-    def prepublish_peers(self) -> None:
-        """Fill the peers' rows of slot set 0 with what this rank publishes, and arm the counters for one merge."""
+    def armed(self, steps: int) -> ArmedComms:
+        """Receive storage of ``steps`` chains, where the peers' rows are those that this rank publishes."""
+        self.comm.publish_generations.zero_()
         self.plan.decode_publish(
             self.index_q,
             self.keys[0],
@@ -127,21 +154,13 @@ class DecodeCase:
             tagged=True,
             decode_query_len=self.query_len,
         )
-        self.copy_rows_to_peers()
-        self.rearm()
+        return ArmedComms(self.comm, steps)
 
     def copy_rows_to_peers(self) -> None:
         """Let the rows that this rank published in slot set 0 stand for its peers' too."""
         self.comm.tagged_recv[0, 1:] = self.comm.tagged_recv[0, :1]
 
-    def rearm(self) -> None:
-        """Set the counters back, so that the next chain publishes and expects the generation that lies in the rows.
-
-        One copy, which is one node of a graph.
-        """
-        self.counters[0].copy_(self.counters[1])
-
-    def chain(self, keys: torch.Tensor, pool: torch.Tensor | None = None) -> None:
+    def chain(self, keys: torch.Tensor, comm: MSAIcpComm, pool: torch.Tensor | None = None) -> None:
         """Launch score, publish and merge; with ``pool``, the fused chain."""
         self.plan.decode(
             self.index_q,
@@ -151,7 +170,7 @@ class DecodeCase:
             self.num_valid_pages,
             self.scores,
             self.output,
-            comm=self.comm,
+            comm=comm,
             slot=0,
             tagged=True,
             decode_query_len=self.query_len,
@@ -159,20 +178,17 @@ class DecodeCase:
         )
 
     def chain_us(self, *, fused: bool = False) -> float:
-        """Microseconds of the chain; the node that sets the counters back is measured alone and subtracted."""
-        self.prepublish_peers()
+        """Microseconds of the chain, of many one after another; the copy that re-arms them is subtracted."""
+        keys = at_least_min_calls(self.keys)
+        armed = self.armed(len(keys))
         pool = None
         if fused:
             size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=len(self.index_q))
             pool = torch.empty(size, dtype=torch.uint8, device="cuda")
 
-        def step(keys: torch.Tensor) -> None:
-            self.rearm()
-            self.chain(keys, pool)
-
-        keys = at_least_min_calls(self.keys)
-        whole = graph_us([lambda k=k: step(k) for k in keys])
-        return whole - graph_us([self.rearm] * len(keys))
+        chains = [lambda k=k, c=c: self.chain(k, c, pool) for k, c in zip(keys, armed.comms, strict=True)]
+        calls = [armed.rearm, *chains]
+        return (graph_us(calls) * len(calls) - graph_us([armed.rearm] * MIN_CALLS)) / len(chains)
 
 
 class DecodeShape(NamedTuple):
@@ -217,7 +233,7 @@ def decode_rows(
     rows: list[Row] = []
     if SCORE in jobs:
         rows.append({"job": SCORE, **common, **_score_figures(case, ceilings)})
-    note = "peers' rows pre-published; a copy that sets the counters back measured alone and subtracted"
+    note = "peers' rows pre-published; a copy that re-arms all chains of a replay measured alone and subtracted"
     for job in CHAINS:
         if job in jobs:
             rows.append({"job": job, **common, "us": case.chain_us(fused=job == CHAINS[1]), "note": note})

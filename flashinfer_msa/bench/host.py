@@ -16,27 +16,19 @@ from .rows import Row
 
 
 def host_rows(*, calls: int = 300) -> Iterator[Row]:
-    """Host time of one eager ``decode`` call: its checks and three launches, by the wall clock."""
+    """Host time of an eager ``decode`` call (checks and three launches), and of three launches by the driver."""
     case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, 4096, 1, cold=False)
-    case.prepublish_peers()
-    times = []
+    armed = case.armed(1)
+    bare_launches = native.operation("bare_launches")
+    device = torch.cuda.current_device()
+    chains, bare = [], []
     for _ in range(calls):
-        case.rearm()
+        armed.rearm()
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        case.chain(case.keys[0])
-        times.append(time.perf_counter() - begin)
-    yield {"job": "host", "name": "decode, 3 launches", "us": statistics.median(times) * 1e6, "cold": False}
-    us = bare_launch_us()
-    if us is not None:
-        yield {"job": "host", "name": "3 bare cuLaunchKernelEx", "us": us, "cold": False}
-
-
-def bare_launch_us(count: int = 3, *, repeats: int = 300) -> float | None:
-    """Median microseconds of ``count`` launches of an empty kernel by the driver; None where the launcher has none."""
-    try:
-        launch = native.operation("bare_launches")
-    except AttributeError:
-        return None
-    stream = torch.cuda.current_stream()
-    return float(launch(stream.device_index, stream.cuda_stream, count, repeats))
+        case.chain(case.keys[0], armed.comms[0])
+        chains.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+        bare.append(bare_launches(device, 3) / 1e3)
+    yield {"job": "host", "name": "decode, 3 launches", "us": statistics.median(chains), "cold": False}
+    yield {"job": "host", "name": "3 bare cuLaunchKernelEx", "us": statistics.median(bare), "cold": False}

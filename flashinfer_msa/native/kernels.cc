@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
@@ -130,6 +131,25 @@ void set_result(TVMFFIAny* result, int64_t value) {
   result->v_int64 = value;
 }
 
+CUresult launch_one(const Driver* driver, const Device* device, CUstream stream, const Launch& l) {
+  const Kernel& kernel = device->kernels[l.layout][l.role];
+  CUlaunchAttribute attribute = {};
+  attribute.id = kLaunchProgrammaticSerialization;
+  attribute.value.programmatic_serialization_allowed = 1;
+  const CUlaunchConfig config = {l.grid_x,
+                                 l.grid_y,
+                                 1,
+                                 kernel.threads,
+                                 1,
+                                 1,
+                                 kernel.shared_bytes,
+                                 stream,
+                                 &attribute,
+                                 l.dependent && device->capability_major >= 9 ? 1u : 0u};
+  void* params[] = {l.params};
+  return driver->cuLaunchKernelEx(&config, kernel.function, params, nullptr);
+}
+
 }  // namespace
 
 const char* role_name(int role) {
@@ -232,25 +252,33 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
   ContextScope scope(d, device->context);
   CUstream stream = TVMFFIEnvGetStream(kDLCUDA, call.device().device_id);
   for (int i = 0; i < count; ++i) {
-    const Launch& l = chain[i];
-    const Kernel& kernel = device->kernels[l.layout][l.role];
-    CUlaunchAttribute attribute = {};
-    attribute.id = kLaunchProgrammaticSerialization;
-    attribute.value.programmatic_serialization_allowed = 1;
-    const CUlaunchConfig config = {l.grid_x,
-                                   l.grid_y,
-                                   1,
-                                   kernel.threads,
-                                   1,
-                                   1,
-                                   kernel.shared_bytes,
-                                   stream,
-                                   &attribute,
-                                   l.dependent && device->capability_major >= 9 ? 1u : 0u};
-    void* params[] = {l.params};
-    const CUresult status = d->cuLaunchKernelEx(&config, kernel.function, params, nullptr);
-    if (!check(call, d, status, role_name(l.role))) return;
+    if (!check(call, d, launch_one(d, device, stream, chain[i]), role_name(chain[i].role))) return;
   }
+}
+
+// bare_launches(device, count) -> nanoseconds that the driver takes for so many launches of a kernel that does nothing,
+// on torch's current stream: what the host time of a chain is held against.
+MSA_EXPORT __tvm_ffi_bare_launches(void*, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
+  Call call(args, num_args);
+  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const int count = static_cast<int>(call.integer("count", 1, 1000));
+  if (!call.ok()) return call.finish();
+  call.expect_device(index, "the device");
+  const Device* device = ready_device(call);
+  if (device == nullptr) return call.finish();
+  const Driver* d = require_driver(call);
+  ContextScope scope(d, device->context);
+  CUstream stream = TVMFFIEnvGetStream(kDLCUDA, index);
+  PrefillFillParams none = {};
+  const Launch fill = {kCommon, kPrefillFill, 1, 1, &none, true};
+  timespec begin, end;
+  clock_gettime(CLOCK_MONOTONIC, &begin);
+  for (int i = 0; i < count; ++i) {
+    if (!check(call, d, launch_one(d, device, stream, fill), role_name(fill.role))) return call.finish();
+  }
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  set_result(result, (end.tv_sec - begin.tv_sec) * int64_t{1000000000} + end.tv_nsec - begin.tv_nsec);
+  return call.finish();
 }
 
 // add_layout(name, page_size, world_size, rows, page_bytes, index_scale)
