@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,13 @@ class Group:
         columns = self.plans[0].decode_score_columns
         return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.plans]
 
+    def outputs(self, tokens: int) -> list[torch.Tensor]:
+        """Poisoned outputs, one a rank."""
+        return [
+            torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+            for plan in self.plans
+        ]
+
     def decode(
         self,
         problem: DecodeProblem,
@@ -89,12 +97,40 @@ class Group:
                 decode_query_len=problem.decode_query_len,
                 **form,
             )
-        outputs = []
-        for plan, comm in zip(self.plans, self.comms, strict=True):
-            output = torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+        outputs = self.outputs(tokens)
+        for plan, comm, output in zip(self.plans, self.comms, outputs, strict=True):
             plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
-            outputs.append(output)
         return torch.cat(outputs, dim=1)
+
+
+@functools.cache
+def _late_copy() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def late_copy(to, source, count, BLOCK: tl.constexpr):
+        lanes = tl.arange(0, BLOCK)
+        # Adding what it returns, which is 0, keeps the copy behind it.
+        zero = tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; nanosleep.u32 100000; and.b32 $0, $1, 0;",
+            "=r,r",
+            [lanes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        offsets = tl.program_id(0) * BLOCK + lanes + zero
+        here = offsets < count
+        tl.store(to + offsets, tl.load(source + offsets, mask=here), mask=here)
+
+    return late_copy
+
+
+def write_late(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy dense bytes by a kernel that lets a programmatic dependent start at once, and writes long after that."""
+    count = to.numel() * to.element_size()
+    _late_copy()[(-(-count // 128),)](to.view(torch.uint8), source.view(torch.uint8), count, BLOCK=128, num_warps=4)
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:

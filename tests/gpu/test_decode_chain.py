@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from simulated_group import POISON, SMALL, Group, assert_equal
+from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import NUM_HEADS, Layout
@@ -167,36 +168,87 @@ def test_large_batch_and_lengths_beyond_the_buffers(layout: Layout) -> None:
     torch.testing.assert_close(planes[0][finite], planes[1][finite], rtol=1e-5, atol=1e-2)
 
 
-def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout) -> None:
-    """A slow kernel that writes the query and the newest page just before the chain must be honoured."""
+@pytest.mark.parametrize("late", ["query", "newest page"])
+def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout, late: str) -> None:
+    """The chain starts while the kernel before it still runs, and that one writes the query or the newest page last."""
     context, query_len = 2000 if SMALL else 60000, 4
-    problem = DecodeProblem.random(
-        layout, seq_lens=[context, context - 130], decode_query_len=query_len, device="cuda", seed=8
-    )
+    problem = DecodeProblem.random(layout, seq_lens=[context], decode_query_len=query_len, device="cuda", seed=8)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
-    stale_q = random_e4m3(problem.index_q.shape, torch.Generator("cuda").manual_seed(1))
-    fresh_q, query = problem.index_q.clone(), problem.index_q
-    newest = [problem.block_table[b, (int(n) - 1) // layout.page_size].long() for b, n in enumerate(problem.seq_lens)]
-    fresh = [[shard[page].clone() for page in newest] for shard in shards]
-    group = Group.make(layout, tokens=2 * query_len, max_model_len=context)
-    scores = group.scores(2 * query_len)
-    for trial in range(2 if SMALL else 20):
-        query.copy_(stale_q)
-        for shard in shards:
-            for page in newest:
-                shard[page].view(torch.uint8).fill_(0x7E)
-        torch.cuda.synchronize()
-        filler = torch.randn(1 << (16 if SMALL else 24), device="cuda")
-        for _ in range(3):
-            filler = filler * 1.0001
-        for shard, pages in zip(shards, fresh, strict=True):
-            for page, keys in zip(newest, pages, strict=True):
-                shard[page].view(torch.uint8).copy_(keys.view(torch.uint8))
-        query.copy_(fresh_q)
-        output = group.decode(problem, shards, scores, slot=trial % 3, tagged=True)
-        counts = compare(output, expected)
+    fresh_query, query = problem.index_q.clone(), problem.index_q
+    stale_query = random_e4m3(query.shape, torch.Generator("cuda").manual_seed(1))
+    newest = int(problem.block_table[0, (context - 1) // layout.page_size])
+    group = Group.make(layout, tokens=query_len, max_model_len=context)
+    scores = group.scores(query_len)
+    outputs = [
+        torch.empty(query_len, plan.heads_per_rank, 16, dtype=torch.int32, device="cuda") for plan in group.plans
+    ]
+    for trial in range(2 if SMALL else 10):
+        form = {"slot": trial % 3, "tagged": True}
+        for plan, comm, shard, plane in zip(group.plans, group.comms, shards, scores, strict=True):
+            page = shard[newest]
+            fresh_page = page.clone()
+            if late == "query":
+                query.copy_(stale_query)
+                write_late(query, fresh_query)
+            else:
+                page.view(torch.uint8).fill_(0x7E)
+                write_late(page, fresh_page)
+            plan.decode_publish(
+                query,
+                shard,
+                problem.block_table,
+                problem.seq_lens,
+                problem.num_valid_pages,
+                plane,
+                comm=comm,
+                decode_query_len=query_len,
+                **form,
+            )
+        for plan, comm, output in zip(group.plans, group.comms, outputs, strict=True):
+            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+        counts = compare(torch.cat(outputs, dim=1), expected)
         assert counts.wrong == 0, (trial, counts)
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> None:
+    """A chain in one call, whose merge polls while the publisher runs, over queries that change from step to step."""
+    lengths, query_len = ([900, 300] if SMALL else [20000, 700, 3000]), 2
+    problem = DecodeProblem.random(layout, seq_lens=lengths, decode_query_len=query_len, device="cuda", seed=21)
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    generator = torch.Generator("cuda").manual_seed(2)
+    problems = [
+        replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(2 if SMALL else 4)
+    ]
+    expected = [brute_force_top16(each, init_blocks=1, local_blocks=2) for each in problems]
+    tokens = len(problem.index_q)
+    group = Group.make(layout, tokens=tokens + 3, max_model_len=max(lengths))
+    scores = group.scores(tokens)
+    outputs = group.outputs(tokens)
+    for step in range(4 if SMALL else 40):
+        last = step % layout.world_size  # the rank that finds the others' rows there
+        form = {"slot": step % 3, "tagged": tagged}
+        for rank in [*range(last), *range(last + 1, layout.world_size), last]:
+            inputs = (
+                problems[step % len(problems)].index_q,
+                shards[rank],
+                problem.block_table,
+                problem.seq_lens,
+                problem.num_valid_pages,
+                scores[rank],
+            )
+            form = {**form, "comm": group.comms[rank]}
+            if rank == last:
+                group.plans[rank].decode(*inputs, outputs[rank], decode_query_len=query_len, **form)
+            else:
+                group.plans[rank].decode_publish(*inputs, decode_query_len=query_len, **form)
+        for rank in range(layout.world_size):
+            if rank != last:
+                form = {**form, "comm": group.comms[rank]}
+                group.plans[rank].decode_merge(problem.num_valid_pages, outputs[rank], **form)
+        counts = compare(torch.cat(outputs, dim=1), expected[step % len(problems)])
+        assert counts.wrong == 0, (step, counts)
 
 
 def test_empty_calls_launch_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulated_group import SMALL, assert_equal
+from simulated_group import SMALL, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import NUM_HEADS, ROW_WORDS, TAGGED_WORDS, TOP_K
@@ -129,3 +129,42 @@ def test_merge_equals_reference(mode: str, world_size: int, spread: int) -> None
     assert_equal(results[0][1], results[1][1], "receive rows")
     if mode == "tagged":
         assert_equal(results[0][2], results[1][2], "counters")
+
+
+@pytest.mark.parametrize("columns", [300, 5000])
+@pytest.mark.parametrize("late", ["scores", "num_valid_pages"])
+def test_a_dependent_publisher_waits_for_its_inputs(columns: int, late: str) -> None:
+    """The publisher starts while the kernel before it still runs, and that one writes the scores or the counts last."""
+    tokens, world_size = 5, 4
+    generator = torch.Generator("cuda").manual_seed(columns)
+    fresh = {
+        "scores": torch.randn(tokens, NUM_HEADS, columns, generator=generator, device="cuda"),
+        "num_valid_pages": torch.randint(1, columns, (tokens,), generator=generator, device="cuda", dtype=torch.int32),
+    }
+    given = {name: tensor.clone() for name, tensor in fresh.items()}
+    rows = []
+    for enable_pdl in (False, True) if SMALL else (False, *[True] * 10):
+        given[late].copy_(fresh[late].flip(0))
+        recv = torch.zeros(world_size, 3, world_size, 1, tokens, TAGGED_WORDS, dtype=torch.int64, device="cuda")
+        bases = torch.tensor([owner.data_ptr() for owner in recv], dtype=torch.int64, device="cuda")
+        generations = torch.zeros(3, NUM_HEADS, tokens, dtype=torch.int32, device="cuda")
+        errors = torch.zeros(1, dtype=torch.int32, device="cuda")
+        write_late(given[late], fresh[late])
+        msa_ops.msa_icp_topk_select_publish(
+            given["scores"],
+            given["num_valid_pages"],
+            bases,
+            errors,
+            slot=1,
+            rank=2,
+            world_size=world_size,
+            heads_per_rank=1,
+            capacity=tokens,
+            force_begin_blocks=1,
+            force_end_blocks=1,
+            enable_pdl=enable_pdl,
+            generations=generations,
+        )
+        rows.append(recv)
+    for found in rows[1:]:
+        assert_equal(found, rows[0], f"rows published after late {late}")
