@@ -12,7 +12,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashinfer_msa.bench import Jobs, find_peers, write_rows
+from flashinfer_msa.bench import Jobs, Row, find_peers, write_rows
 from flashinfer_msa.layout import LAYOUTS
 
 
@@ -22,11 +22,19 @@ def _report(message: str) -> None:
 
 @click.command()
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--peers/--no-peers", default=True, help="Measure the peers that are installed too.", show_default=True)
-def main(output: Path, peers: bool) -> None:
+@click.option(
+    "--peers",
+    type=click.Choice(["all", "decode", "none"]),
+    default="all",
+    envvar="PEERS",
+    show_default=True,
+    help="Jobs beside which the peers that are installed are measured; for prefill, one compiles for minutes.",
+)
+def main(output: Path, peers: str) -> None:
     """Measure everything and write it to OUTPUT."""
-    rows = []
-    for step in Jobs(list(LAYOUTS.values()), find_peers(_report) if peers else None).everything():
+    rows: list[Row] = []
+    found = None if peers == "none" else find_peers(_report)
+    for step in Jobs(list(LAYOUTS.values()), found).everything(peers_of_prefill=peers == "all"):
         for row in step.rows():
             rows.append(row)
             click.echo(json.dumps(row))

@@ -4,6 +4,8 @@
 # of tests/gpu/record.json. Needs no internet: wheels that the machine lacks (apache-tvm-ffi) are taken from $WHEELS.
 #
 #   scripts/gpu_verify.sh      logs and results go to $OUT (default: build/gpu)
+#
+# The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has; $PEERS is its --peers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +25,7 @@ fi
 
 status=0
 "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$out/tests.xml" 2>&1 | tee "$out/tests.log" || status=1
-"$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log"
+timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log" || status=1
 
 # The sanitizer slows everything down and times nothing, so its tools run side by side. Nothing may spin under it.
 # Two of them look at our kernels alone: the oracle's sorts would take racecheck many minutes.

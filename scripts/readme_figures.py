@@ -139,7 +139,7 @@ def chain_lines(rows: Sequence[Row]) -> list[str]:
     fused = {tuple(row[k] for k in keys): f"{row['us']:.1f}" for row in of_job(rows, "decode_fused_chain")}
     lines = paragraph(
         "The decode chain of one rank (score, select and publish, merge) and the fused one, with the other ranks' "
-        "rows already there: chains one after another in a graph, less the copy that re-arms them all, measured alone.\n"
+        "rows already there: chains one after another in a graph, less a copy that re-arms them all, measured alone.\n"
         "`flashinfer-msa bench chain --plot latency.png` measures table and plot:",
         case_table(chains, lambda row: f"{row['us']:.1f} us, fused {fused.get(tuple(row[k] for k in keys), ABSENT)}"),
     )

@@ -62,7 +62,7 @@ def stub_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """
     calls: list[int] = []
 
-    def graph_us(timed: Sequence[Callable[[], None]], *, replays: int = 15) -> float:
+    def graph_us(timed: Sequence[Callable[[], None]], *, replays: int = 11) -> float:
         for call in dict.fromkeys(timed):
             call()
         calls.append(len(timed))
@@ -610,8 +610,8 @@ def test_the_record_run_writes_after_each_step(monkeypatch: pytest.MonkeyPatch, 
         raise RuntimeError("timeout")
 
     steps = [Step("one", lambda: RECORD[:2]), Step("two", lambda: RECORD[2:3]), Step("three", fail)]
-    monkeypatch.setattr(Jobs, "everything", lambda self: steps)
-    result = CliRunner().invoke(script.main, [str(tmp_path / "rows.json"), "--no-peers"])
+    monkeypatch.setattr(Jobs, "everything", lambda self, peers_of_prefill: steps)
+    result = CliRunner().invoke(script.main, [str(tmp_path / "rows.json"), "--peers", "none"])
     assert isinstance(result.exception, RuntimeError)
     assert json.loads((tmp_path / "rows.json").read_text()) == RECORD[:3]
     assert [json.loads(line) for line in result.stdout.splitlines()] == RECORD[:3]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .rows import Row
-from .timing import COLD_BYTES, MIN_CALLS, at_least_min_calls, graph_us
+from .timing import COLD_BYTES, MIN_CALLS, graph_us, many_calls
 
 _READ_UNIT = 64 << 10
 """Bytes that a program of the reading kernel takes at a time, at most: it reads whole units."""
@@ -37,13 +37,14 @@ def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
     kernel = _read_kernel()
     padding = -buffers[0].numel() % _READ_UNIT
     whole = [torch.nn.functional.pad(buffer, (0, padding)) for buffer in buffers] if padding else buffers
-    words = at_least_min_calls([buffer.view(torch.int32) for buffer in whole])
+    words = many_calls([buffer.view(torch.int32) for buffer in whole])
     sms = torch.cuda.get_device_properties(buffers[0].device).multi_processor_count
     sums = torch.empty(sms * 16, dtype=torch.int32, device=buffers[0].device)
 
     def shape(block: int, programs: int) -> float:
         return graph_us(
-            [lambda w=w: kernel[(sms * programs,)](w, sums, w.numel(), BLOCK=block, num_warps=8) for w in words]
+            [lambda w=w: kernel[(sms * programs,)](w, sums, w.numel(), BLOCK=block, num_warps=8) for w in words],
+            replays=7,
         )
 
     return min(shape(block, programs) for block in (4096, 8192, 16384) for programs in (2, 4, 8))

@@ -17,7 +17,7 @@ from ..simulate import group_plans, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
-from .timing import MIN_CALLS, at_least_min_calls, copies_of, graph_us
+from .timing import MIN_CALLS, copies_of, graph_us, many_calls
 
 
 class ArmedComms:
@@ -179,7 +179,7 @@ class DecodeCase:
 
     def chain_us(self, *, fused: bool = False) -> float:
         """Microseconds of the chain, of many one after another; the copy that re-arms them is subtracted."""
-        keys = at_least_min_calls(self.keys)
+        keys = many_calls(self.keys)
         armed = self.armed(len(keys))
         pool = None
         if fused:
@@ -215,7 +215,7 @@ DECODE_SHAPES = [
         (64, 128 << 10, 1),
         (256, 32 << 10, 1),
     )
-    if cold or query_len == 1  # the larger ones do not fit into the L2 cache
+    if cold or (query_len == 1 and batch * context <= 1 << 20)  # more keys do not fit into the L2 cache
 ]
 """What is measured unless something else is asked for."""
 
@@ -253,7 +253,7 @@ def decode_rows(
 
 def _score_figures(case: DecodeCase, ceilings: Ceilings) -> Row:
     """What the scorer takes, and its share of a streaming pass over the same bytes."""
-    us = graph_us([lambda k=k: case.score(k) for k in at_least_min_calls(case.keys)])
+    us = graph_us([lambda k=k: case.score(k) for k in many_calls(case.keys)])
     read_us = ceilings.read_us(case.keys) * case.moved_bytes / case.keys[0].nbytes
     return {"us": us, "bytes": case.moved_bytes, "tb_s": case.moved_bytes / us / 1e6, "ceiling_ratio": read_us / us}
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -76,14 +76,15 @@ class Jobs:
         """Host time of an eager decode."""
         return [Step("host time", host_rows)]
 
-    def everything(self) -> list[Step]:
+    def everything(self, *, peers_of_prefill: bool = True) -> list[Step]:
         """All jobs; scorer and chains share their inputs, and prefill keys are cold."""
+        prefill = self if peers_of_prefill else replace(self, peers=None)
         return [
             Step("reading and copying", memory_rows),
             Step("launching", launch_rows),
             *self._decode_steps((), (SCORE, *CHAINS), (True, False)),
             *self._fixed_decode_steps((True, False)),
-            *self.prefill(temperatures=(True,)),
+            *prefill.prefill(temperatures=(True,)),
             *self._ragged_windows(),
             *self.host(),
         ]

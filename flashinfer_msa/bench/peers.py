@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import BLOCK_TOKENS, HEAD_DIM, TOP_K
+from ..layout import BLOCK_TOKENS, HEAD_DIM, MAX_QUERY_LEN, TOP_K
 from ..simulate import random_e4m3
 from .rows import CASE_KEYS, Row
-from .timing import at_least_min_calls, copies_of, graph_us
+from .timing import at_least_min_calls, copies_of, graph_us, many_calls
 
 Call = Callable[[torch.Tensor], Any]
 """A step over one copy of the keys."""
@@ -231,8 +231,9 @@ class Peers:
                 try:
                     inputs = inputs or PeerInputs(shape)
                     step = peer.steps[job](inputs)
-                    keys = at_least_min_calls(inputs.keys)
-                    us = graph_us([lambda k=k, s=step: s(k) for k in keys], replays=11)
+                    is_decode = shape.query_len <= MAX_QUERY_LEN
+                    keys = (many_calls if is_decode else at_least_min_calls)(inputs.keys)
+                    us = graph_us([lambda k=k, s=step: s(k) for k in keys])
                 except Exception as error:  # a peer without a kernel for a shape is no failure of ours
                     self._tell(f"{peer.name} is left out of {job}", shape, error)
             self._measured[peer.name, job, shape] = us
