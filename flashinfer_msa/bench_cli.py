@@ -45,9 +45,7 @@ def _check_file(context: click.Context, parameter: click.Parameter, path: Path |
         if path.suffix.lower() not in PLOT_FORMATS:
             raise click.BadParameter(f"must end in {', '.join(PLOT_FORMATS)}, was {path.name!r}.")
         if importlib.util.find_spec("matplotlib") is None:
-            raise click.ClickException(
-                "--plot needs matplotlib, which is not installed. Run: pip install 'flashinfer-msa[plot]'"
-            )
+            raise click.ClickException("--plot needs matplotlib, which is not installed. Run: pip install matplotlib")
     return path
 
 
@@ -127,7 +125,8 @@ def decode(
 ) -> None:
     """The decode scorer, beside a streaming pass over the same bytes; publisher, merge and a ragged batch.
 
-    Publisher, merge and ragged batch have fixed shapes, and run where --batch, --context and --query-len are not given.
+    Publisher and merge (warm) and the ragged batch (cold) have fixed shapes, and run where --batch, --context and
+    --query-len are not given.
     """
     temperatures = _temperatures(cold)
     shapes = _decode_shapes(batch, context, query_len, temperatures)
@@ -150,13 +149,16 @@ def chain(
 def prefill(tokens: tuple[int, ...], context: tuple[int, ...], cold: bool | None, **options: Any) -> None:
     """A prefill window: planner, scorer beside an FP8 matrix product, selection, merge, and a ragged window.
 
-    The ragged window has a fixed shape, and runs where --tokens and --context are not given.
+    The ragged window (warm) has a fixed shape, and runs where --tokens and --context are not given.
     """
     from flashinfer_msa.bench.prefill import PrefillShape
+    from flashinfer_msa.sizing import MAX_WINDOW_TOKENS
 
     temperatures = _temperatures(cold)
     pairs = [(t, c) for t in tokens or [TOKENS] for c in context or [CONTEXT]] if tokens or context else []
     for length, keys in pairs:
+        if length > MAX_WINDOW_TOKENS:
+            raise click.UsageError(f"--tokens: must be at most {MAX_WINDOW_TOKENS}, a window's, was {length}")
         if length > keys:
             raise click.UsageError(f"--tokens: must be at most --context, {keys}, was {length}")
     shapes = [PrefillShape(length, keys, cold) for cold in temperatures for length, keys in pairs]
@@ -191,14 +193,18 @@ def _run(
     from flashinfer_msa.bench.rows import write_rows
 
     notes: list[str] = []
-    rows = _measure(plan(Jobs(layouts, find_peers(notes.append) if peers else None)))
+    rows: list[Row] = []
+    try:
+        _measure(plan(Jobs(layouts, find_peers(notes.append) if peers else None)), rows)
+    finally:
+        # What has been measured before a failure is not lost.
+        if json_path is not None and rows:
+            write_rows(json_path, rows)
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     print_tables(console, rows)
     for note in notes:
         click.echo(note, err=True)
-    if json_path is not None:
-        write_rows(json_path, rows)
     if plot is not None:
         import torch
 
@@ -228,18 +234,17 @@ def _require_gpu() -> None:
         )
 
 
-def _measure(steps: Sequence[Step]) -> list[Row]:
-    """Run the steps, with a progress bar where someone may be watching."""
+def _measure(steps: Sequence[Step], rows: list[Row]) -> None:
+    """Run the steps, with a progress bar where someone may be watching, and add what they measure to ``rows``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rows: list[Row] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(steps))
         for step in steps:
             progress.update(task, description=step.label)
             try:
-                rows += step.rows()
+                for row in step.rows():
+                    rows.append(row)
             except (ValueError, RuntimeError) as error:
                 raise click.ClickException(f"{step.label}: {error}") from error
             progress.advance(task)
-    return rows

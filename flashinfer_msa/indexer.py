@@ -13,6 +13,7 @@ from .backends.calls import PrefillLocal, PrefillMerge, PrefillPlan
 from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, ROW_WORDS, find_layout
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
+    MAX_WINDOW_TOKENS,
     ceil_div,
     msa_icp_comm_layout,
     msa_icp_decode_score_columns,
@@ -25,7 +26,6 @@ from .sizing import (
 )
 
 _SPIN_LIMIT = 1 << 26
-_MAX_WINDOW_TOKENS = 8192
 _SCRATCH_BUDGET_BYTES = 256 << 20
 _CHUNK_TOKENS = 128
 _PITCH_COLUMNS = 16
@@ -147,7 +147,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     @staticmethod
     def _chunk(pitch: int) -> int:
         tokens = _SCRATCH_BUDGET_BYTES // (5 * NUM_HEADS * pitch)
-        return min(_MAX_WINDOW_TOKENS, max(_CHUNK_TOKENS, tokens // _CHUNK_TOKENS * _CHUNK_TOKENS))
+        return min(MAX_WINDOW_TOKENS, max(_CHUNK_TOKENS, tokens // _CHUNK_TOKENS * _CHUNK_TOKENS))
 
     def decode_scores_shape(self) -> tuple[int, int, int]:
         """Shape of the decode score plane, float32 ``(max_decode_tokens, 4, decode_score_columns)``."""
@@ -168,7 +168,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
     def prefill_window_tokens(self) -> int:
         """Query tokens that a prefill window holds at most."""
-        return min(_MAX_WINDOW_TOKENS, self.max_num_batched_tokens)
+        return min(MAX_WINDOW_TOKENS, self.max_num_batched_tokens)
 
     def prefill_pool_shape(self) -> tuple[int]:
         """Shape of the fused prefill chain's pool, uint8."""

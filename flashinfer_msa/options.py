@@ -15,7 +15,8 @@ def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Se
     keys = [name.lower().replace("-", "_") for name in names] or list(LAYOUTS)
     for key, name in zip(keys, names, strict=False):
         if key not in LAYOUTS:
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(LAYOUTS)}.")
+            known = ", ".join(layout.title.lower() for layout in LAYOUTS.values())
+            raise click.BadParameter(f"{name!r} is not one of {known}.")
     return [LAYOUTS[key] for key in dict.fromkeys(keys)]
 
 

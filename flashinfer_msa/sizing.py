@@ -37,6 +37,10 @@ def max_items(total_q: int, batch: int) -> int:
     return ceil_div(total_q, ITEM_TOKENS) + min(batch, total_q) - 1 if batch else 0
 
 
+MAX_WINDOW_TOKENS = 8192
+"""Query tokens of a prefill window at most."""
+
+
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """``value`` if it is an int in ``[low, high]``, else a ``ValueError`` that says so."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

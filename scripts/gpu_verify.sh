@@ -20,6 +20,11 @@ if compgen -G "$wheels/*.whl" > /dev/null; then
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+  echo "torch finds no CUDA device: run this on a GPU machine" >&2
+  exit 1
+}
+
 # Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
 "$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
 

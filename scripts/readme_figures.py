@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import gpu_record
 
 from flashinfer_msa.aot.render import tree_digest
-from flashinfer_msa.bench.rows import Row, bytes_text, case_of, keys_text, own_rows
+from flashinfer_msa.bench.rows import Row, bytes_text, case_of, is_as_warm_as_it_says, keys_text, own_rows
 from flashinfer_msa.bench.series import SERIES
 from flashinfer_msa.layout import LAYOUTS
 
@@ -32,6 +32,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->", "<!-- end of figures -->"
 PLOTS = {"roofline": ROOT / "tests" / "gpu" / "roofline.svg", "latency": ROOT / "tests" / "gpu" / "latency.svg"}
 ABSENT = "-"
+DECODE_JOBS = ("decode_score", "decode_chain", "decode_fused_chain")
 
 
 def case_table(rows: Iterable[Row], cell: Callable[[Row], str]) -> list[str]:
@@ -79,6 +80,15 @@ class Comparisons:
         ratios = [self._speedups.get((case_of(row), peer)) for peer in self.peers]
         return ", ".join(ABSENT if ratio is None else f"{ratio:.2f}x" for ratio in ratios) or ABSENT
 
+    def faster(self, rows: Iterable[Row]) -> str:
+        """Which batches and contexts a peer is faster at, to go on a sentence."""
+        cases = dict.fromkeys(
+            f"{row['batch']} x {keys_text(row['ctx'])}"
+            for row in rows
+            if any(self._speedups.get((case_of(row), peer), 1.0) < 1.0 for peer in self.peers)
+        )
+        return f", which is so at {', '.join(cases)} alone" if cases else ", which is so nowhere"
+
 
 def ceiling_table(rows: Sequence[Row]) -> list[str]:
     """What the GPU did in the same run."""
@@ -110,8 +120,9 @@ def decode_lines(rows: Sequence[Row]) -> list[str]:
         return []
     lines = paragraph(
         "Decode scorer, one rank, in a CUDA graph, over keys that are not in the L2 cache unless marked warm. In "
-        "brackets, the time of a streaming read of the same bytes (keys read and scores written) in the same run over "
-        "the scorer's; the scorer is launched as a programmatic dependent, as the indexer does, and the read is not.\n"
+        "brackets, the time that a streaming read of the keys takes in the same run, in proportion for the scores "
+        "that are written too, over the scorer's; the scorer is launched as a programmatic dependent, as the indexer "
+        "does, and the read is not.\n"
         "`flashinfer-msa bench decode --plot roofline.png` measures table and plot:",
         case_table(scores, lambda row: f"{row['us']:.1f} us ({row['ceiling_ratio']:.0%})"),
     )
@@ -124,7 +135,7 @@ def decode_lines(rows: Sequence[Row]) -> list[str]:
         compared = [row for row in scores if peers.cell(row) != ABSENT]
         lines += paragraph(
             f"The time of {', '.join(peers.peers)} over the scorer's (`--peers`): its decode scorer on as many bytes "
-            "of keys, with the heads that a rank owns, where ours scores all four:",
+            "of keys, with the heads that a rank owns, where ours scores all four. Below 1 it is faster:",
             case_table(compared, peers.cell),
         )
     return lines
@@ -140,16 +151,18 @@ def chain_lines(rows: Sequence[Row]) -> list[str]:
     lines = paragraph(
         "The decode chain of one rank (score, select and publish, merge) and the fused one, with the other ranks' "
         "rows already there: chains one after another in a graph, less a copy that re-arms them all, measured alone.\n"
-        "`flashinfer-msa bench chain --plot latency.png` measures table and plot:",
+        "`flashinfer-msa bench chain --peers --plot latency.png` measures tables and plot:",
         case_table(chains, lambda row: f"{row['us']:.1f} us, fused {fused.get(tuple(row[k] for k in keys), ABSENT)}"),
     )
+    lines += paragraph("![Time of the decode chain over the bytes of a rank's keys](tests/gpu/latency.svg)")
     if peers.peers:
         lines += paragraph(
-            f"The time of {', '.join(peers.peers)} over the chain's (`--peers`): score and Top16 over all keys, since "
-            "they shard none, for the heads that a rank owns:",
+            f"The time of {', '.join(peers.peers)} over the chain's: score and Top16 over all keys, since they shard "
+            "none, for the heads that a rank owns. Where ours are warm, theirs, up to four times as many, may not be. "
+            f"Below 1 a peer is faster{peers.faster(chains)}:",
             case_table(chains, peers.cell),
         )
-    return lines + paragraph("![Time of the decode chain over the bytes of a rank's keys](tests/gpu/latency.svg)")
+    return lines
 
 
 def selection_lines(rows: Sequence[Row]) -> list[str]:
@@ -162,7 +175,10 @@ def selection_lines(rows: Sequence[Row]) -> list[str]:
             lines.append(
                 f"| {names[row['job']]}, {world} | {row['tokens']} x {row['ctx'] // 128} | {row['us']:.1f} us |"
             )
-    text = "Ready scores published, and arrived rows merged, launched without overlap:"
+    text = (
+        "Ready scores published, and arrived rows merged, launched without overlap "
+        "(`flashinfer-msa bench decode --warm`):"
+    )
     return paragraph(text, lines) if len(lines) > 2 else []
 
 
@@ -211,7 +227,8 @@ def prefill_lines(rows: Sequence[Row]) -> list[str]:
 def host_lines(rows: Sequence[Row]) -> list[str]:
     """Host time."""
     figures = ", ".join(f"{row['name']}: {row['us']:.1f} us" for row in rows if row["job"] == "host")
-    return paragraph(f"Host time, eager (`flashinfer-msa bench host`): {figures}.") if figures else []
+    text = f"Host time of an eager call by the wall clock (`flashinfer-msa bench host`): {figures}."
+    return paragraph(text) if figures else []
 
 
 def figures(record: dict[str, Any]) -> str:
@@ -223,13 +240,15 @@ def figures(record: dict[str, Any]) -> str:
     lines = [
         f"On an {single['gpu']} (driver {single['driver']}, torch {single['torch']}, {single['date']}): "
         f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped; "
-        f"{', '.join(single['sanitizer'])}: {errors} errors.",
+        f"{', '.join(single['sanitizer'])}: {errors} errors. Skipped are tests that need two GPUs, and cases that "
+        f"others cover. {single['near_ties']} rows of Top16 were other than the brute force's by near ties.",
     ]
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
         reason = record.get("pending", {}).get("reason", "no reason is given")
         lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]
-    rows = single["bench"]
-    lines += paragraph("In the same run:", ceiling_table(rows))
+    # What was marked warm and could not be is no result.
+    rows = [row for row in single["bench"] if row["job"] not in DECODE_JOBS or is_as_warm_as_it_says(row)]
+    lines += paragraph("In the same run (`flashinfer-msa bench decode` and `prefill`):", ceiling_table(rows))
     for part in (decode_lines, chain_lines, selection_lines, prefill_lines, host_lines):
         lines += part(rows)
     return "\n".join(lines)

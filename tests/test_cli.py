@@ -197,7 +197,7 @@ def test_mixed_demo_compares_both_halves(monkeypatch: pytest.MonkeyPatch, half: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        (("demo", "--layout", "p64-tp2"), "'p64-tp2' is not one of p128_tp2, p128_tp4, p256_tp2, p256_tp4"),
+        (("demo", "--layout", "p64-tp2"), "'p64-tp2' is not one of p128-tp2, p128-tp4, p256-tp2, p256-tp4"),
         (("demo", "--query-len", "9"), "1<=x<=8"),
         (("demo", "--batch", "0"), "x>=1"),
         (("demo", "--prefill", "--mixed"), "--prefill and --mixed exclude each other"),

@@ -14,7 +14,7 @@ from .decode import CHAINS, DECODE_SHAPES, SCORE, DecodeShape, decode_rows, ragg
 from .host import host_rows
 from .peers import Peers
 from .prefill import PREFILL_SHAPES, PrefillShape, balance_rows, prefill_rows
-from .rows import Row, finished, keys_text
+from .rows import Row, finished, is_as_warm_as_it_says, keys_text
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Jobs:
                 lambda layout=layout, shape=shape: decode_rows(layout, shape, jobs, self.ceilings, self.peers),
             )
             for layout in self.layouts
-            for shape in shapes or DECODE_SHAPES
+            for shape in shapes or default_shapes(layout)
             if shape.cold in temperatures
         ]
 
@@ -116,6 +116,17 @@ class Jobs:
             Step(f"{layout.title}, ragged window", lambda layout=layout: balance_rows(layout))
             for layout in self.layouts
         ]
+
+
+def default_shapes(layout: Layout) -> list[DecodeShape]:
+    """The shapes that are measured on ``layout`` where none is asked for."""
+    return [
+        shape
+        for shape in DECODE_SHAPES
+        if is_as_warm_as_it_says(
+            {"layout": layout.title, "batch": shape.batch, "ctx": shape.context, "cold": shape.cold}
+        )
+    ]
 
 
 def _warmth(cold: bool) -> str:

@@ -32,6 +32,7 @@ _STYLES = dict(
 """Of the layouts: colours that everyone can tell apart, and markers."""
 _PEER_COLOURS = ("#000000", "#888888", "#E69F00")
 _CEILING = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
+_CEILING_POINTS = {**_CEILING, "marker": ".", "markersize": 4}
 _LIGHT = {"linestyle": "", "alpha": 0.4, "markersize": 6}
 
 
@@ -43,7 +44,7 @@ def roofline(rows: Sequence[Row], caption: str) -> Figure:
     for row in single or rows:
         size = local_key_bytes(row)
         ceiling[size] = max(row["tb_s"] / row["ceiling_ratio"], ceiling.get(size, 0.0))
-    axes.plot(*_columns(ceiling.items()), label="streaming pass over the same bytes", **_CEILING)
+    axes.plot(*_columns(ceiling.items()), label="streaming read of the keys", **_CEILING_POINTS)
     for title, style in _STYLES.items():
         _line(axes, title, ((local_key_bytes(r), r["tb_s"]) for r in single if r["layout"] == title), **style)
     longer = [row for row in rows if row["query_len"] != 1]
@@ -66,7 +67,7 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
     rates = [row["tb_s"] for row in rows if row["job"] == "ceiling"]
     if rates:
         floor = [(size, size / max(rates) / 1e6) for size in sizes]
-        axes.plot(*_columns(floor), label=f"local keys at {max(rates):.2f} TB/s, a streaming read", **_CEILING)
+        axes.plot(*_columns(floor), label=f"local keys at {max(rates):.2f} TB/s, a streaming read", **_CEILING_POINTS)
     for title, style in _STYLES.items():
         own = [row for row in own_rows(chains) if row["layout"] == title]
         _line(axes, title, ((local_key_bytes(r), r["us"]) for r in own), **style)
@@ -80,6 +81,7 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
             label = f"{peer}, unsharded, heads of {ranks}"
             _line(axes, label, points, color=colour, marker=marker, linestyle="--", linewidth=1)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=1)
     _ticks(axes.yaxis, [row["us"] for row in chains] + [row["peer_us"] for row in theirs], "{:g}".format)
     axes.set_ylabel("time, us")
     _bytes_axis(axes, chains)

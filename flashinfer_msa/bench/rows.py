@@ -45,6 +45,9 @@ class Row(TypedDict, total=False):
     note: str
 
 
+_CACHE_BYTES = 40 << 20
+"""What an H200's L2 cache of 50 MB keeps from one call to the next."""
+
 CASE_KEYS = ("job", "name", "layout", "batch", "tokens", "ctx", "query_len", "heads", "cold")
 """Keys that say which case a row is of."""
 
@@ -63,6 +66,11 @@ def local_key_bytes(row: Row) -> int:
     """Bytes of keys on one rank in the case of a decode row."""
     layout = LAYOUTS[row["layout"].lower().replace("-", "_")]
     return row["batch"] * -(-row["ctx"] // layout.page_size) * layout.page_bytes
+
+
+def is_as_warm_as_it_says(row: Row) -> bool:
+    """Whether the keys of a decode row that is marked warm fit into the L2 cache."""
+    return row["cold"] or local_key_bytes(row) <= _CACHE_BYTES
 
 
 def keys_text(count: int) -> str:

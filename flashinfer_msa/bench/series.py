@@ -14,8 +14,10 @@ def roofline_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def latency_rows(rows: Sequence[Row]) -> list[Row]:
-    """The chain's rows of one query token with those of the peers, and the streaming reads."""
-    chains = _cold_if_any([row for row in rows if row["job"] == "decode_chain" and row["query_len"] == 1])
+    """The chain's rows of the shortest queries with those of the peers, and the streaming reads."""
+    chains = _cold_if_any([row for row in rows if row["job"] == "decode_chain"])
+    shortest = min((row["query_len"] for row in chains), default=1)
+    chains = [row for row in chains if row["query_len"] == shortest]
     return [*chains, *(row for row in rows if row["job"] == "ceiling" and row["name"] == "streaming_read")]
 
 
