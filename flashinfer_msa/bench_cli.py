@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,8 +40,14 @@ def _check_file(context: click.Context, parameter: click.Parameter, path: Path |
     """Refuse a file that could not be written, before anything is measured."""
     if path is None:
         return None
-    if not path.parent.is_dir():
+    folder = path.resolve().parent
+    if not folder.is_dir():
         raise click.BadParameter(f"the folder {str(path.parent)!r} does not exist.")
+    try:
+        with tempfile.TemporaryFile(dir=folder) if not path.exists() else path.open("a"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}.") from error
     if parameter.name == "plot":
         if path.suffix.lower() not in PLOT_FORMATS:
             raise click.BadParameter(f"must end in {', '.join(PLOT_FORMATS)}, was {path.name!r}.")
@@ -71,7 +78,11 @@ def _job_options(*shape_options: Callable[..., Any]) -> Callable[[Callable[..., 
     options = (
         layout_option,
         *shape_options,
-        click.option("--cold/--warm", default=None, help="Keys out of the L2 cache, or in it.  [default: both]"),
+        click.option(
+            "--cold/--warm",
+            default=None,
+            help="Keys out of the L2 cache, or in it.  [default: both, for decode warm where the keys fit]",
+        ),
         click.option("--peers", is_flag=True, help="Measure FlashInfer and vLLM in the same run, where installed."),
         _json_option,
         click.option(
@@ -98,12 +109,17 @@ _decode_options = _job_options(
 
 
 def _decode_shapes(
-    batches: Sequence[int], contexts: Sequence[int], query_lens: Sequence[int], temperatures: Sequence[bool]
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    query_lens: Sequence[int],
+    temperatures: Sequence[bool],
+    layouts: Sequence[Layout],
 ) -> list[Any]:
     """The shapes that were asked for; none where no option was given."""
     if not batches and not contexts and not query_lens:
         return []
     from flashinfer_msa.bench.decode import DecodeShape
+    from flashinfer_msa.bench.rows import is_as_warm_as_it_says
 
     shapes = [
         DecodeShape(batch, context, query_len, cold)
@@ -115,6 +131,12 @@ def _decode_shapes(
     for shape in shapes:
         if shape.query_len > shape.context:
             raise click.UsageError(f"--query-len: must be at most --context, {shape.context}, was {shape.query_len}")
+        for layout in layouts if True not in temperatures else ():
+            if not is_as_warm_as_it_says(shape.row(layout)):
+                raise click.UsageError(
+                    f"--warm: the keys of {shape.batch} x {shape.context} on a rank of {layout.title} do not fit into "
+                    "an L2 cache"
+                )
     return shapes
 
 
@@ -129,7 +151,7 @@ def decode(
     --query-len are not given.
     """
     temperatures = _temperatures(cold)
-    shapes = _decode_shapes(batch, context, query_len, temperatures)
+    shapes = _decode_shapes(batch, context, query_len, temperatures, options["layouts"])
     _run(lambda jobs: jobs.decode(shapes, temperatures), plot_name="roofline", **options)
 
 
@@ -140,7 +162,7 @@ def chain(
 ) -> None:
     """Both decode chains: score, publish and merge, and the fused one, with the other ranks' rows already there."""
     temperatures = _temperatures(cold)
-    shapes = _decode_shapes(batch, context, query_len, temperatures)
+    shapes = _decode_shapes(batch, context, query_len, temperatures, options["layouts"])
     _run(lambda jobs: jobs.chain(shapes, temperatures), plot_name="latency", **options)
 
 
@@ -186,7 +208,7 @@ def _run(
     plot_name: str = "",
 ) -> None:
     """Measure the steps of a job, and print, write and plot the rows."""
-    _require_gpu()
+    _require_gpu(ceilings=bool(plot_name))
     from flashinfer_msa.bench.jobs import Jobs
     from flashinfer_msa.bench.peers import find_peers
     from flashinfer_msa.bench.report import print_tables
@@ -194,17 +216,23 @@ def _run(
 
     notes: list[str] = []
     rows: list[Row] = []
+    failure: click.ClickException | None = None
     try:
         _measure(plan(Jobs(layouts, find_peers(notes.append) if peers else None)), rows)
-    finally:
-        # What has been measured before a failure is not lost.
-        if json_path is not None and rows:
+    except click.ClickException as error:
+        failure = error  # what has been measured before is not lost
+    if json_path is not None and rows:
+        try:
             write_rows(json_path, rows)
+        except OSError as error:
+            failure = click.ClickException(f"--json: {json_path} could not be written: {error}")
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     print_tables(console, rows)
     for note in notes:
         click.echo(note, err=True)
+    if failure is not None:
+        raise failure
     if plot is not None:
         import torch
 
@@ -214,8 +242,8 @@ def _run(
         draw(plot_name, rows, f"{torch.cuda.get_device_name()}, {today}", plot)
 
 
-def _require_gpu() -> None:
-    """Raise an error that says what is missing, where there is no GPU with kernels."""
+def _require_gpu(*, ceilings: bool) -> None:
+    """Raise an error that says what is missing, where there is no GPU with kernels or nothing to time it with."""
     import torch
 
     from flashinfer_msa.runtime.loader import architecture_of
@@ -228,7 +256,7 @@ def _require_gpu() -> None:
         architecture_of(torch.device("cuda", torch.cuda.current_device()))
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    if importlib.util.find_spec("triton") is None:
+    if ceilings and importlib.util.find_spec("triton") is None:
         raise click.ClickException(
             "Triton kernels measure the ceilings, and triton is not installed; it comes with CUDA builds of torch"
         )

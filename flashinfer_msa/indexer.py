@@ -326,8 +326,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         enable_pdl : bool
             Launch each kernel as a programmatic dependent of the one before. Then the kernel launched just before this
             call may write the query and the newest page, but not ``seq_lens``, ``block_table``, ``num_valid_pages`` or
-            pages that end at or before ``seq_len - decode_query_len``, and a kernel launched without PDL must run
-            between two calls on one slot set.
+            pages that end at or before ``seq_len - decode_query_len``.
         pool : torch.Tensor, optional
             uint8 of ``msa_icp_decode_pool_bytes``, 16-byte aligned: run the fused chain, which keeps lists of
             candidates in it instead of score rows, with the same result.

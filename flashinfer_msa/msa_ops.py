@@ -318,8 +318,9 @@ def msa_icp_merge_candidates(
         Polls for a row before the wait gives up, in ``[1, 2**31 - 1]``. Giving up ends the CUDA context.
     enable_pdl : bool
         Launch as a programmatic dependent of the preceding kernel. Rows are polled, and ``num_valid_pages`` and
-        counters read, before it has completed: no kernel of the step may write ``num_valid_pages``, and a kernel
-        launched without PDL must run between two merges of one slot set.
+        counters read, before it has completed: no kernel of the step may write ``num_valid_pages``, and between two
+        merges of one slot set must run a kernel that waits for its predecessor or is launched without PDL. Polls count
+        from then on.
     expected_generations : torch.Tensor, optional
         int32 ``[hpr, capacity]``: this slot set's merge counters, advanced by one for every row. With them, rows are
         tagged; without them, a legacy row's ready flag is waited for and cleared.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the other scripts: `prepare <extra>` makes the environment in $VENV (.venv by default), installs the project
-# editable with one of its extras, brings launcher and cubins up to date, and puts the environment first in PATH.
+# Sourced by the other scripts: `prepare <extra>` makes the environment in $VENV (.venv by default), installs the
+# project editable with one of its extras, brings launcher and cubins up to date, and puts the environment first in PATH.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

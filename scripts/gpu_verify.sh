@@ -28,9 +28,11 @@ fi
 # Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
 "$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
 
+rm -f "$out/tests.xml" "$out/bench.json"  # of an earlier run
 status=0
 "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$out/tests.xml" 2>&1 | tee "$out/tests.log" || status=1
-timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log" || status=1
+seconds=${BENCH_SECONDS:-1800}
+timeout "$seconds" "$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log" || status=1
 
 # The sanitizer slows everything down and times nothing, so its tools run side by side. Nothing may spin under it.
 # Two of them look at our kernels alone: the oracle's sorts would take racecheck many minutes.

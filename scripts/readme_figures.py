@@ -67,6 +67,11 @@ def of_job(rows: Iterable[Row], job: str, name: str | None = None) -> list[Row]:
     return [row for row in own_rows(rows) if row["job"] == job and row.get("name") == name]
 
 
+def of_any_name(rows: Iterable[Row], job: str) -> list[Row]:
+    """Our own rows of a job, special cases too."""
+    return [row for row in own_rows(rows) if row["job"] == job]
+
+
 class Comparisons:
     """The rows of one job that compare it with peers."""
 
@@ -109,7 +114,7 @@ def ceiling_table(rows: Sequence[Row]) -> list[str]:
                 figure = f"{row['tflops']:.0f} TFLOP/s"
             else:
                 figure = f"{row['us']:.2f} us"
-            lines.append(f"| {names[row['name']]}{size} | {figure} |")
+            lines.append(f"| {names.get(row['name'], row['name'])}{size} | {figure} |")
     return lines
 
 
@@ -251,6 +256,8 @@ def figures(record: dict[str, Any]) -> str:
     lines += paragraph("In the same run (`flashinfer-msa bench decode` and `prefill`):", ceiling_table(rows))
     for part in (decode_lines, chain_lines, selection_lines, prefill_lines, host_lines):
         lines += part(rows)
+    if not of_any_name(rows, "host"):
+        lines += paragraph("The benchmark was cut short: what it measures last is missing.")
     return "\n".join(lines)
 
 

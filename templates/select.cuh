@@ -8,6 +8,9 @@
 inline namespace kernels {
 
 constexpr int kListCapacity = 256;
+// Columns up to which all are listed: ranking them takes no longer than finding a bound.
+constexpr int kFewColumns = 128;
+static_assert(kFewColumns <= kListCapacity, "all fit the list");
 
 // This thread among those that take the row.
 template <int kThreads>
@@ -35,8 +38,8 @@ struct Selection {
   Key warp_best[kWarps];
 };
 
-// The score keys of this thread's candidates. Ids of a row are `(column << shift) + offset`; limits on ids become limits
-// on columns, so that one comparison tells that a column is neither forced nor past the end.
+// The score keys of this thread's candidates. Ids of a row are `(column << shift) + offset`; limits on ids become
+// limits on columns, so that one comparison tells that a column is neither forced nor past the end.
 //
 // A thread's first kAhead columns are loaded along with the number of pages rather than after it.
 template <int kThreads, int kPerThread, int kAhead>
@@ -52,7 +55,9 @@ struct Candidates {
   __device__ __forceinline__ static int column_of(int i) { return i * kThreads + row_thread<kThreads>(); }
 
   // Columns whose id is below `id`.
-  __device__ __forceinline__ int columns_below(int id) const { return id > offset ? (id - offset - 1 >> shift) + 1 : 0; }
+  __device__ __forceinline__ int columns_below(int id) const {
+    return id > offset ? (id - offset - 1 >> shift) + 1 : 0;
+  }
 
   __device__ __forceinline__ bool is_forced(int column) const {
     return column < forced_before || column >= forced_from;
@@ -101,8 +106,8 @@ struct Candidates {
   }
 };
 
-// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one. Every warp
-// finds it for itself, which costs less than a barrier.
+// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one. Every
+// warp finds it for itself, which costs less than a barrier.
 template <int kThreads, typename Candidates>
 __device__ __forceinline__ ScoreKey score_bound(const Candidates& candidates, Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = row_thread<kThreads>() / 32;
@@ -155,19 +160,25 @@ __device__ __forceinline__ void select(const Candidates& candidates, Selection<k
   if (thread < kTopK) shared.winner[thread] = kNoCandidate;
 #pragma unroll
   for (int i = thread; i < kListCapacity; i += kThreads) shared.list[i] = kNoCandidate;
-  const ScoreKey bound = score_bound(candidates, shared);
-  int place = candidates.count(bound);
-  if (place > 0) {
-    place = atomicAdd(&shared.count, place);
+  int count = candidates.columns;
+  if (count <= (kThreads < kFewColumns ? kThreads : kFewColumns)) {
+    if (thread < count) shared.list[thread] = candidates.full_key(thread, candidates.key[0]);
+    row_sync<kThreads>();
+  } else {
+    const ScoreKey bound = score_bound(candidates, shared);
+    int place = candidates.count(bound);
+    if (place > 0) {
+      place = atomicAdd(&shared.count, place);
 #pragma unroll
-    for (int i = 0; i < Candidates::kCount; ++i) {
-      if (candidates.key[i] < bound) continue;
-      if (place < kListCapacity) shared.list[place] = candidates.full_key(candidates.column_of(i), candidates.key[i]);
-      ++place;
+      for (int i = 0; i < Candidates::kCount; ++i) {
+        if (candidates.key[i] < bound) continue;
+        if (place < kListCapacity) shared.list[place] = candidates.full_key(candidates.column_of(i), candidates.key[i]);
+        ++place;
+      }
     }
+    row_sync<kThreads>();
+    count = shared.count;
   }
-  row_sync<kThreads>();
-  const int count = shared.count;
   if (count > kListCapacity) {
     select_one_by_one(candidates, shared);
   } else {

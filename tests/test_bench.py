@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -474,7 +476,7 @@ def test_steps_of_the_jobs_cover_layouts_and_shapes() -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """A GPU that measures the record's rows. Returns what the jobs were asked for."""
     asked: list[tuple[str, Any]] = []
-    monkeypatch.setattr(bench_cli, "_require_gpu", lambda: None)
+    monkeypatch.setattr(bench_cli, "_require_gpu", lambda ceilings: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU X")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
@@ -548,8 +550,32 @@ def test_a_step_that_fails_is_named_and_loses_no_rows(
 
     monkeypatch.setattr(Jobs, "host", lambda self: [Step("first", lambda: RECORD[:1]), Step("host time", fail)])
     result = invoke("host", "--json", str(tmp_path / "rows.json"))
-    assert result.exit_code == 1 and result.output == "Error: host time: out of memory\n"
+    assert result.exit_code == 1 and result.stderr == "Error: host time: out of memory\n"
+    assert report.TITLES[RECORD[1]["job"]] in result.stdout
     assert json.loads((tmp_path / "rows.json").read_text()) == RECORD[:2]
+
+
+def test_rows_replace_no_link_or_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    rows.write_rows(link, [{"job": "host", "us": float("nan"), "cold": False}])
+    assert link.is_symlink() and json.loads(target.read_text()) == [{"job": "host", "us": None, "cold": False}]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    rows.write_rows(pipe, [])
+    assert os.read(reader, 100) == b"[\n\n]\n" and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+
+
+def test_the_peer_of_a_scorer_gets_no_request_shorter_than_its_query(stub_clock: list[int]) -> None:
+    shapes: list[PeerShape] = []
+    both = two_peers()
+    both.compare = lambda row, shape, note: shapes.append(shape) or iter(())
+    shape = bench.DecodeShape(1, 8, 8, True)
+    list(bench.decode_rows(LAYOUTS["p128_tp4"], shape, (decode.SCORE, "decode_chain"), bench.Ceilings(), both))
+    assert shapes == [PeerShape(1, 8, 1, 8, True)]
 
 
 @pytest.mark.parametrize(
@@ -561,6 +587,8 @@ def test_a_step_that_fails_is_named_and_loses_no_rows(
         (("chain", "--context", "2", "--query-len", "3"), "--query-len: must be at most --context, 2, was 3"),
         (("chain", "--context", "1048577"), "1<=x<=1048576"),
         (("prefill", "--tokens", "300", "--context", "200"), "--tokens: must be at most --context, 200, was 300"),
+        (("chain", "--batch", "32", "--warm"), "--warm: the keys of 32 x 131072 on a rank of P128-TP2 do not fit"),
+        (("decode", "--json", "/proc/rows.json"), "'/proc/rows.json' cannot be written"),
         (("prefill", "--tokens", "8193"), "--tokens: must be at most 8192, a window's, was 8193"),
         (("prefill", "--batch", "1"), "No such option"),
         (("host", "--plot", "x.png"), "No such option"),
@@ -603,7 +631,7 @@ def test_without_kernels_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1 and "build them with `flashinfer-msa build`" in result.output
     monkeypatch.setattr(loader, "architecture_of", lambda device: "sm_90a")
     monkeypatch.setattr(bench_cli.importlib.util, "find_spec", lambda name: None)
-    assert "triton is not installed" in invoke("host").output
+    assert "triton is not installed" in invoke("chain").output
 
 
 def test_the_record_run_writes_after_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -199,6 +199,16 @@ class DecodeShape(NamedTuple):
     query_len: int
     cold: bool
 
+    def row(self, layout: Layout) -> Row:
+        """What a row says of the shape on ``layout``."""
+        return {
+            "layout": layout.title,
+            "batch": self.batch,
+            "ctx": self.context,
+            "query_len": self.query_len,
+            "cold": self.cold,
+        }
+
 
 DECODE_SHAPES = [
     DecodeShape(batch, context, query_len, cold)
@@ -228,7 +238,7 @@ def decode_rows(
     """Scorer and chains, those of ``jobs``: the scorer beside a streaming read of the same bytes, and ``peers``."""
     case = DecodeCase.make(layout, *shape[:3], cold=shape.cold)
     batch, context, query_len, cold = shape
-    common: Row = {"layout": layout.title, "batch": batch, "ctx": context, "query_len": query_len, "cold": cold}
+    common = shape.row(layout)
     unsharded = PeerShape(batch, context, layout.heads_per_rank, query_len, cold)
     rows: list[Row] = []
     if SCORE in jobs:
@@ -244,6 +254,8 @@ def decode_rows(
             continue
         if row["job"] == SCORE:
             shard = -(-context // layout.world_size)
+            if shard < query_len:
+                continue  # no shape of theirs
             note = f"their scorer on as many key bytes: {shard} keys a request, {layout.heads_per_rank} heads"
             yield from peers.compare(row, unsharded._replace(context=shard), note)
         else:

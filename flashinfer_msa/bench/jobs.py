@@ -99,8 +99,8 @@ class Jobs:
                 lambda layout=layout, shape=shape: decode_rows(layout, shape, jobs, self.ceilings, self.peers),
             )
             for layout in self.layouts
-            for shape in shapes or default_shapes(layout)
-            if shape.cold in temperatures
+            for shape in shapes or DECODE_SHAPES
+            if shape.cold in temperatures and is_as_warm_as_it_says(shape.row(layout))
         ]
 
     def _fixed_decode_steps(self, temperatures: Sequence[bool]) -> list[Step]:
@@ -116,17 +116,6 @@ class Jobs:
             Step(f"{layout.title}, ragged window", lambda layout=layout: balance_rows(layout))
             for layout in self.layouts
         ]
-
-
-def default_shapes(layout: Layout) -> list[DecodeShape]:
-    """The shapes that are measured on ``layout`` where none is asked for."""
-    return [
-        shape
-        for shape in DECODE_SHAPES
-        if is_as_warm_as_it_says(
-            {"layout": layout.title, "batch": shape.batch, "ctx": shape.context, "cold": shape.cold}
-        )
-    ]
 
 
 def _warmth(cold: bool) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def roofline(rows: Sequence[Row], caption: str) -> Figure:
     ceiling: dict[int, float] = {}
     for row in single or rows:
         size = local_key_bytes(row)
-        ceiling[size] = max(row["tb_s"] / row["ceiling_ratio"], ceiling.get(size, 0.0))
+        if row["ceiling_ratio"] > 0:
+            ceiling[size] = max(row["tb_s"] / row["ceiling_ratio"], ceiling.get(size, 0.0))
     axes.plot(*_columns(ceiling.items()), label="streaming read of the keys", **_CEILING_POINTS)
     for title, style in _STYLES.items():
         _line(axes, title, ((local_key_bytes(r), r["tb_s"]) for r in single if r["layout"] == title), **style)
@@ -72,7 +74,7 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
         own = [row for row in own_rows(chains) if row["layout"] == title]
         _line(axes, title, ((local_key_bytes(r), r["us"]) for r in own), **style)
     theirs = [row for row in chains if "peer" in row]
-    for peer, colour in zip(dict.fromkeys(row["peer"] for row in theirs), _PEER_COLOURS, strict=False):
+    for peer, colour in zip(dict.fromkeys(row["peer"] for row in theirs), itertools.cycle(_PEER_COLOURS), strict=False):
         for ranks, marker in (("TP2", "<"), ("TP4", ">")):
             # A set: both layouts of so many ranks have the same peer.
             points = {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -96,8 +97,13 @@ def finished(row: Row) -> Row:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write ``rows`` as JSON, a row a line: whole, or not at all."""
-    text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    """Write ``rows`` as JSON, a row a line: whole, or not at all. A figure that is no number is null."""
+    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
+    text = "[\n" + ",\n".join(json.dumps(row) for row in plain) + "\n]\n"
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        path.write_text(text)  # a device or a pipe, which nothing else may take the place of
+        return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:

@@ -18,9 +18,9 @@ __device__ __forceinline__ unsigned half2_from_e4m3_high(unsigned word) {
   return result;
 }
 
-// d[16 x 8] = a[16 x 16] * b[16 x 8], plus d where kAdd. With g = lane / 4 and t = lane % 4: a0, a2 are row g and a1, a3 row g + 8;
-// a0, a1 and b0 are k = 2t, 2t + 1; a2, a3 and b1 the same plus 8; b is column g; d0, d1 are row g and d2, d3 row
-// g + 8 at columns 2t, 2t + 1.
+// d[16 x 8] = a[16 x 16] * b[16 x 8], plus d where kAdd. With g = lane / 4 and t = lane % 4: a0, a2 are row g and a1,
+// a3 row g + 8; a0, a1 and b0 are k = 2t, 2t + 1; a2, a3 and b1 the same plus 8; b is column g; d0, d1 are row g and
+// d2, d3 row g + 8 at columns 2t, 2t + 1.
 template <bool kAdd>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                                              unsigned b0, unsigned b1) {

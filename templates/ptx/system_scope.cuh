@@ -11,6 +11,13 @@ __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// From the L2 cache or beyond: an L1 cache may hold what a kernel that ran before another one's early start has read.
+__device__ __forceinline__ int load_relaxed(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* address) {
   unsigned long long value;
   asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

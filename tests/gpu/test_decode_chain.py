@@ -251,6 +251,56 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
         assert counts.wrong == 0, (step, counts)
 
 
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, tagged: bool) -> None:
+    """A graph of many layers, all programmatic dependents of one another, uses every slot set again and again."""
+    lengths, query_len, layers = ([900, 300] if SMALL else [20000, 700, 3000]), 2, 9
+    problem = DecodeProblem.random(layout, seq_lens=lengths, decode_query_len=query_len, device="cuda", seed=22)
+    shards = [problem.shard(rank) for rank in range(layout.world_size)]
+    generator = torch.Generator("cuda").manual_seed(3)
+    # Slot sets come round every third layer: with four queries in turn, each finds rows of another one there.
+    problems = [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(4)]
+    expected = [brute_force_top16(each, init_blocks=1, local_blocks=2) for each in problems]
+    tokens = len(problem.index_q)
+    group = Group.make(layout, tokens=tokens + 3, max_model_len=max(lengths))
+    for plan in group.plans:
+        plan.warmup()
+    scores = group.scores(tokens)
+    outputs = [group.outputs(tokens) for _ in range(layers)]
+
+    def run() -> None:
+        for layer in range(layers):
+            form = {"slot": layer % 3, "tagged": tagged}
+            for plan, comm, shard, plane in zip(group.plans, group.comms, shards, scores, strict=True):
+                plan.decode_publish(
+                    problems[layer % 4].index_q,
+                    shard,
+                    problem.block_table,
+                    problem.seq_lens,
+                    problem.num_valid_pages,
+                    plane,
+                    comm=comm,
+                    decode_query_len=query_len,
+                    **form,
+                )
+            for plan, comm, output in zip(group.plans, group.comms, outputs[layer], strict=True):
+                plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for replay in range(1 if SMALL else 20):
+        for layer_outputs in outputs:
+            for output in layer_outputs:
+                output.fill_(-777)
+        graph.replay()
+        for layer in range(layers):
+            counts = compare(torch.cat(outputs[layer], dim=1), expected[layer % 4])
+            assert counts.wrong == 0, (replay, layer, counts)
+
+
 def test_empty_calls_launch_nothing() -> None:
     """No token or no request: a no-op, whatever the other sizes."""
     empty_q = torch.empty(0, NUM_HEADS, 128, dtype=torch.float8_e4m3fn, device="cuda")
