@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import ninja
 
+from ..files import replace_file
 from ..runtime.manifest import DATA, SCHEMA
 from ..runtime.manifest import FILE as MANIFEST
 from ..version import __version__
@@ -115,14 +115,11 @@ def _sha256(content: bytes) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` at once, so that no reader sees half a file, and leave it alone where it is the same."""
+    """Replace ``path`` at once, in a folder that is made for it, and leave it alone where it is the same."""
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
-        temporary.write(content)
-    os.chmod(temporary.name, 0o644)
-    os.replace(temporary.name, path)
+    replace_file(path, content)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -117,7 +116,6 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             "expected_generations": (torch.int32, self.comm_layout["expected_shape"]),
             "errors": (torch.int32, None),
         }
-        self._comm_getter = operator.attrgetter(*self._comm_fields)
         self._backend = implementation
         # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
         storage = msa_icp_index_score_plan_storage(
@@ -224,7 +222,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 f"comm.tagged_recv must follow comm.recv in one storage, at {wanted} bytes, was "
                 f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
             )
-        fields = self._comm_getter(comm)
+        fields = tuple(getattr(comm, name) for name in self._comm_fields)
         self._backend.check_receive_storage(fields)
         state = torch.tensor(
             [
@@ -270,11 +268,10 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             return
         if tagged is not True:
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
-        if self.num_sparse_layers < 2:
-            raise ValueError(
-                f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two "
-                "uses of a slot set must be at least two layers apart"
-            )
+        raise ValueError(
+            f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two uses "
+            "of a slot set must be at least two layers apart"
+        )
 
     def decode(
         self,

@@ -21,6 +21,8 @@ from .layout import (
     WORLD_SIZES,
 )
 
+MAX_WINDOW_TOKENS = 8192
+"""Query tokens of a prefill window at most."""
 _WORKSPACE_BYTES = 32 << 20
 _LIST_SPLITS = 128
 _ENTRY_BYTES = 8
@@ -35,10 +37,6 @@ def ceil_div(value: int, divisor: int) -> int:
 def max_items(total_q: int, batch: int) -> int:
     """Items of 64 query tokens that ``total_q`` tokens in ``batch`` segments make at most; empty segments make none."""
     return ceil_div(total_q, ITEM_TOKENS) + min(batch, total_q) - 1 if batch else 0
-
-
-MAX_WINDOW_TOKENS = 8192
-"""Query tokens of a prefill window at most."""
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:

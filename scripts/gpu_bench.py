@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,10 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashinfer_msa.bench import Jobs, Row, find_peers, write_rows
 from flashinfer_msa.layout import LAYOUTS
-
-
-def _report(message: str) -> None:
-    click.echo(message, err=True)
 
 
 @click.command()
@@ -33,7 +30,7 @@ def _report(message: str) -> None:
 def main(output: Path, peers: str) -> None:
     """Measure everything and write it to OUTPUT."""
     rows: list[Row] = []
-    found = None if peers == "none" else find_peers(_report)
+    found = None if peers == "none" else find_peers(partial(click.echo, err=True))
     for step in Jobs(list(LAYOUTS.values()), found).everything(peers_of_prefill=peers == "all"):
         for row in step.rows():
             rows.append(row)

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import gpu_record
 
 from flashinfer_msa.aot.render import tree_digest
-from flashinfer_msa.bench.rows import Row, bytes_text, case_of, is_as_warm_as_it_says, keys_text, own_rows
+from flashinfer_msa.bench.rows import Row, bytes_text, case_of, is_as_warm_as_it_says, keys_text, of_job, own_rows
 from flashinfer_msa.bench.series import SERIES
 from flashinfer_msa.layout import LAYOUTS
 
@@ -60,16 +60,6 @@ def paragraph(text: str, table: Sequence[str] = ()) -> list[str]:
         for line in textwrap.wrap(part, 118, break_long_words=False, break_on_hyphens=False)
     ]
     return ["", *lines, *(["", *table] if table else [])]
-
-
-def of_job(rows: Iterable[Row], job: str, name: str | None = None) -> list[Row]:
-    """Our own rows of a job, without special cases, or those of a name."""
-    return [row for row in own_rows(rows) if row["job"] == job and row.get("name") == name]
-
-
-def of_any_name(rows: Iterable[Row], job: str) -> list[Row]:
-    """Our own rows of a job, special cases too."""
-    return [row for row in own_rows(rows) if row["job"] == job]
 
 
 class Comparisons:
@@ -256,7 +246,7 @@ def figures(record: dict[str, Any]) -> str:
     lines += paragraph("In the same run (`flashinfer-msa bench decode` and `prefill`):", ceiling_table(rows))
     for part in (decode_lines, chain_lines, selection_lines, prefill_lines, host_lines):
         lines += part(rows)
-    if not of_any_name(rows, "host"):
+    if not host_lines(rows):
         lines += paragraph("The benchmark was cut short: what it measures last is missing.")
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
-from flashinfer_msa import bench, bench_cli, msa_ops
+from flashinfer_msa import bench, bench_cli, files, msa_ops
 from flashinfer_msa.bench import ceilings, decode, host, peers, prefill, report, rows, series, timing
 from flashinfer_msa.bench.jobs import Jobs, Step
 from flashinfer_msa.bench.peers import Peer, PeerInputs, Peers, PeerShape
@@ -437,15 +436,15 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     found: list[Any] = [{"job": "host", "us": 1.5, "cold": False}, {"job": "host", "us": 2.5, "cold": False}]
     rows.write_rows(path, found)
     assert json.loads(path.read_text()) == found and path.stat().st_mode & 0o777 == 0o644
-    replace = rows.os.replace
+    replace = files.os.replace
 
     def full(source: str, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(rows.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
         rows.write_rows(path, [])
-    monkeypatch.setattr(rows.os, "replace", replace)
+    monkeypatch.setattr(files.os, "replace", replace)
     assert json.loads(path.read_text()) == found and list(tmp_path.iterdir()) == [path]
 
 
@@ -634,12 +633,11 @@ def test_without_kernels_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert "triton is not installed" in invoke("chain").output
 
 
-def test_the_record_run_writes_after_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_record_run_writes_after_each_step(
+    load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What has been measured before a run ends too early is not lost."""
-    spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "scripts" / "gpu_bench.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("gpu_bench")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def fail() -> Any:

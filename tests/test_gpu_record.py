@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,13 +17,9 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_record.py"
 
 
 @pytest.fixture(scope="module")
-def record_script() -> ModuleType:
+def record_script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_record", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("gpu_record")
 
 
 def section(digest: str, failed: int = 0, errors: int = 0) -> dict[str, object]:

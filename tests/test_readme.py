@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,13 +21,9 @@ RECORD = README.parent / "tests" / "gpu" / "record.json"
 
 
 @pytest.fixture(scope="module")
-def figures_script() -> ModuleType:
+def figures_script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("readme_figures", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("readme_figures")
 
 
 def test_examples_run() -> None:

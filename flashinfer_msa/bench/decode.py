@@ -277,11 +277,7 @@ def ragged_rows(layout: Layout, ceilings: Ceilings) -> Iterator[Row]:
     yield {
         "job": SCORE,
         "name": "ragged batch",
-        "layout": layout.title,
-        "batch": len(contexts),
-        "ctx": max(contexts),
-        "query_len": 1,
-        "cold": True,
+        **DecodeShape(len(contexts), max(contexts), 1, True).row(layout),
         **_score_figures(case, ceilings),
         "note": "one request of 1M tokens among 63 of 4K",
     }

@@ -31,6 +31,10 @@ class Step:
         torch.cuda.empty_cache()
 
 
+CEILINGS = (Step("reading and copying", memory_rows), Step("launching", launch_rows))
+"""What the decode kernels are held against."""
+
+
 @dataclass
 class Jobs:
     """The jobs of one run, which share ceilings and peers."""
@@ -42,8 +46,7 @@ class Jobs:
     def decode(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
         """Ceilings, scorer, and with no ``shapes`` given publisher, merge and a ragged batch too."""
         return [
-            Step("reading and copying", memory_rows),
-            Step("launching", launch_rows),
+            *CEILINGS,
             *self._decode_steps(shapes, (SCORE,), temperatures),
             *([] if shapes else self._fixed_decode_steps(temperatures)),
         ]
@@ -51,8 +54,7 @@ class Jobs:
     def chain(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
         """Ceilings, and both chains."""
         return [
-            Step("reading and copying", memory_rows),
-            Step("launching", launch_rows),
+            *CEILINGS,
             *self._decode_steps(shapes, CHAINS, temperatures),
         ]
 
@@ -80,8 +82,7 @@ class Jobs:
         """All jobs; scorer and chains share their inputs, and prefill keys are cold."""
         prefill = self if peers_of_prefill else replace(self, peers=None)
         return [
-            Step("reading and copying", memory_rows),
-            Step("launching", launch_rows),
+            *CEILINGS,
             *self._decode_steps((), (SCORE, *CHAINS), (True, False)),
             *self._fixed_decode_steps((True, False)),
             *prefill.prefill(temperatures=(True,)),

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from ..files import replace_file
 from ..layout import LAYOUTS
 
 
@@ -63,6 +62,11 @@ def own_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "peer" not in row]
 
 
+def of_job(rows: Iterable[Row], job: str, name: str | None = None) -> list[Row]:
+    """Our own rows of a job, without special cases, or those of a name."""
+    return [row for row in own_rows(rows) if row["job"] == job and row.get("name") == name]
+
+
 def local_key_bytes(row: Row) -> int:
     """Bytes of keys on one rank in the case of a decode row."""
     layout = LAYOUTS[row["layout"].lower().replace("-", "_")]
@@ -104,12 +108,4 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text)  # a device or a pipe, which nothing else may take the place of
         return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_file(path, text.encode())

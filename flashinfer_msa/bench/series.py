@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .rows import Row
+from .rows import Row, of_job
 
 
 def roofline_rows(rows: Sequence[Row]) -> list[Row]:
     """Our scorer's rows, without the ragged batch."""
-    return _cold_if_any([row for row in rows if row["job"] == "decode_score" and not {"name", "peer"} & set(row)])
+    return _cold_if_any(of_job(rows, "decode_score"))
 
 
 def latency_rows(rows: Sequence[Row]) -> list[Row]:
@@ -18,13 +18,13 @@ def latency_rows(rows: Sequence[Row]) -> list[Row]:
     chains = _cold_if_any([row for row in rows if row["job"] == "decode_chain"])
     shortest = min((row["query_len"] for row in chains), default=1)
     chains = [row for row in chains if row["query_len"] == shortest]
-    return [*chains, *(row for row in rows if row["job"] == "ceiling" and row["name"] == "streaming_read")]
+    return [*chains, *of_job(rows, "ceiling", "streaming_read")]
 
 
 def prefill_rate_rows(rows: Sequence[Row]) -> list[Row]:
     """Our prefill scorer's rows, without the ragged window, and the matrix product."""
-    scores = _cold_if_any([row for row in rows if row["job"] == "prefill_score" and not {"name", "peer"} & set(row)])
-    return [*scores, *(row for row in rows if row["job"] == "ceiling" and row["name"] == "fp8_gemm")]
+    scores = _cold_if_any(of_job(rows, "prefill_score"))
+    return [*scores, *of_job(rows, "ceiling", "fp8_gemm")]
 
 
 SERIES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {

@@ -13,6 +13,7 @@ COLD_BYTES = 256 << 20
 MIN_CALLS = 20
 """Calls in a graph, so that its launch counts little."""
 _REPLAY_BYTES = 16 << 30
+"""What the calls of a graph read in all, as far as their number allows: some milliseconds' worth."""
 
 
 def graph_us(calls: Sequence[Callable[[], None]], *, replays: int = 11) -> float:

@@ -72,6 +72,26 @@ class Group:
             for plan in self.plans
         ]
 
+    def publish(
+        self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **form: Any
+    ) -> None:
+        """One rank's publish; ``form`` is the slot set, the form of the rows, and with no ``scores`` the pool."""
+        self.plans[rank].decode_publish(
+            problem.index_q,
+            shard,
+            problem.block_table,
+            problem.seq_lens,
+            problem.num_valid_pages,
+            scores,
+            comm=self.comms[rank],
+            decode_query_len=problem.decode_query_len,
+            **form,
+        )
+
+    def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **form: Any) -> None:
+        """One rank's merge; ``form`` is the slot set and the form of the rows."""
+        self.plans[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **form)
+
     def decode(
         self,
         problem: DecodeProblem,
@@ -83,23 +103,12 @@ class Group:
         enable_pdl: bool = True,
     ) -> torch.Tensor:
         """Every rank's publish, then every rank's merge; the owners' outputs side by side, ``[T, 4, 16]``."""
-        tokens = len(problem.index_q)
         form: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
-        for plan, comm, shard, plane in zip(self.plans, self.comms, shards, scores, strict=True):
-            plan.decode_publish(
-                problem.index_q,
-                shard,
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-                plane,
-                comm=comm,
-                decode_query_len=problem.decode_query_len,
-                **form,
-            )
-        outputs = self.outputs(tokens)
-        for plan, comm, output in zip(self.plans, self.comms, outputs, strict=True):
-            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+        for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
+            self.publish(rank, problem, shard, plane, **form)
+        outputs = self.outputs(len(problem.index_q))
+        for rank, output in enumerate(outputs):
+            self.merge(rank, problem, output, **form)
         return torch.cat(outputs, dim=1)
 
 

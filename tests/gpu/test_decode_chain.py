@@ -180,12 +180,10 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
     newest = int(problem.block_table[0, (context - 1) // layout.page_size])
     group = Group.make(layout, tokens=query_len, max_model_len=context)
     scores = group.scores(query_len)
-    outputs = [
-        torch.empty(query_len, plan.heads_per_rank, 16, dtype=torch.int32, device="cuda") for plan in group.plans
-    ]
+    outputs = group.outputs(query_len)
     for trial in range(2 if SMALL else 10):
         form = {"slot": trial % 3, "tagged": True}
-        for plan, comm, shard, plane in zip(group.plans, group.comms, shards, scores, strict=True):
+        for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
             page = shard[newest]
             fresh_page = page.clone()
             if late == "query":
@@ -194,19 +192,9 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
             else:
                 page.view(torch.uint8).fill_(0x7E)
                 write_late(page, fresh_page)
-            plan.decode_publish(
-                query,
-                shard,
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-                plane,
-                comm=comm,
-                decode_query_len=query_len,
-                **form,
-            )
-        for plan, comm, output in zip(group.plans, group.comms, outputs, strict=True):
-            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+            group.publish(rank, problem, shard, plane, **form)
+        for rank, output in enumerate(outputs):
+            group.merge(rank, problem, output, **form)
         counts = compare(torch.cat(outputs, dim=1), expected)
         assert counts.wrong == 0, (trial, counts)
 
@@ -229,24 +217,24 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
     for step in range(4 if SMALL else 40):
         last = step % layout.world_size  # the rank that finds the others' rows there
         form = {"slot": step % 3, "tagged": tagged}
-        for rank in [*range(last), *range(last + 1, layout.world_size), last]:
-            inputs = (
-                problems[step % len(problems)].index_q,
-                shards[rank],
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-                scores[rank],
-            )
-            form = {**form, "comm": group.comms[rank]}
-            if rank == last:
-                group.plans[rank].decode(*inputs, outputs[rank], decode_query_len=query_len, **form)
-            else:
-                group.plans[rank].decode_publish(*inputs, decode_query_len=query_len, **form)
-        for rank in range(layout.world_size):
-            if rank != last:
-                form = {**form, "comm": group.comms[rank]}
-                group.plans[rank].decode_merge(problem.num_valid_pages, outputs[rank], **form)
+        others = [rank for rank in range(layout.world_size) if rank != last]
+        current = problems[step % len(problems)]
+        for rank in others:
+            group.publish(rank, current, shards[rank], scores[rank], **form)
+        group.plans[last].decode(
+            current.index_q,
+            shards[last],
+            current.block_table,
+            current.seq_lens,
+            current.num_valid_pages,
+            scores[last],
+            outputs[last],
+            comm=group.comms[last],
+            decode_query_len=query_len,
+            **form,
+        )
+        for rank in others:
+            group.merge(rank, current, outputs[rank], **form)
         counts = compare(torch.cat(outputs, dim=1), expected[step % len(problems)])
         assert counts.wrong == 0, (step, counts)
 
@@ -271,20 +259,10 @@ def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, 
     def run() -> None:
         for layer in range(layers):
             form = {"slot": layer % 3, "tagged": tagged}
-            for plan, comm, shard, plane in zip(group.plans, group.comms, shards, scores, strict=True):
-                plan.decode_publish(
-                    problems[layer % 4].index_q,
-                    shard,
-                    problem.block_table,
-                    problem.seq_lens,
-                    problem.num_valid_pages,
-                    plane,
-                    comm=comm,
-                    decode_query_len=query_len,
-                    **form,
-                )
-            for plan, comm, output in zip(group.plans, group.comms, outputs[layer], strict=True):
-                plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+            for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
+                group.publish(rank, problems[layer % 4], shard, plane, **form)
+            for rank, output in enumerate(outputs[layer]):
+                group.merge(rank, problem, output, **form)
 
     run()
     torch.cuda.synchronize()

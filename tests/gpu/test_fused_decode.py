@@ -147,25 +147,14 @@ def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_prope
     group = Group.make(layout, tokens=tokens, max_model_len=5120)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     pools = [poisoned_pool(tokens) for _ in shards]
-    outputs = [torch.full((tokens, p.heads_per_rank, 16), -777, dtype=torch.int32, device="cuda") for p in group.plans]
+    outputs = group.outputs(tokens)
     form: dict[str, Any] = {"slot": 0, "tagged": True}
 
     def step() -> None:
-        for plan, comm, shard, pool in zip(group.plans, group.comms, shards, pools, strict=True):
-            plan.decode_publish(
-                problem.index_q,
-                shard,
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-                None,
-                comm=comm,
-                decode_query_len=3,
-                pool=pool,
-                **form,
-            )
-        for plan, comm, output in zip(group.plans, group.comms, outputs, strict=True):
-            plan.decode_merge(problem.num_valid_pages, output, comm=comm, **form)
+        for rank, (shard, pool) in enumerate(zip(shards, pools, strict=True)):
+            group.publish(rank, problem, shard, None, pool=pool, **form)
+        for rank, output in enumerate(outputs):
+            group.merge(rank, problem, output, **form)
 
     step()
     torch.cuda.synchronize()
