@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import layout as layouts
 from ..layout import LAYOUTS, Layout
-from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, SelectTuning
+from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, PrefillScoreForm, SelectTuning
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,11 @@ GROUP_COLUMNS = 32
 """Score columns that a scorer writes together: the 128 bytes of a cache line."""
 KEY_TILE_ROWS = 128
 """Local key rows that the prefill scorer multiplies together."""
+LIST_COLUMNS = 16
+"""Score columns that the fused prefill chain's lists take at a time."""
 PLAN_THREADS = 1024
 FILL_THREADS = 256
+FOLD_THREADS = 256
 
 
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
@@ -125,34 +128,53 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
 
 
 def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
-    tuning = PREFILL_SCORE[arch.name]
     row_bytes = layouts.HEAD_DIM * layout.element.bytes
     item_rows = layouts.ITEM_TOKENS * layouts.NUM_HEADS
-    keys = tuning.stages * KEY_TILE_ROWS * row_bytes
-    staging = item_rows * (GROUP_COLUMNS + 2) * 4
-    # With tensor copies: an item's queries and their 32-byte description, and barriers: two a buffer, and one more.
-    ring = item_rows * row_bytes + 32 + (1 + (1 + tuning.stages) * 2) * 8
-    shared = keys + staging + (ring if arch.wgmma else 0)
-    # A column a page; and, where a page has more than one block, a column a block.
-    forms = [("", False), *([("_global", True)] if layout.index_scale > 1 else [])]
+    tile_bytes = KEY_TILE_ROWS * row_bytes
+    group_bytes = item_rows * (LIST_COLUMNS + 4) * 4
+    staging_bytes = item_rows * (GROUP_COLUMNS + 2) * 4
+
+    def shared_bytes(form: PrefillScoreForm, *, lists: bool, exact: bool) -> int:
+        # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers.
+        list_bytes = item_rows * (layouts.TOP_K * 4 + form.room * 6 + 5 * 4)
+        if not arch.wgmma:
+            return form.stages * tile_bytes + (group_bytes + list_bytes if lists else staging_bytes)
+        # An item's queries, two descriptions of 36 bytes, and barriers: two a buffer, and one more.
+        ring = item_rows * row_bytes + form.stages * tile_bytes + 72 + (1 + (1 + form.stages + 2) * 2) * 8
+        half = 2 * 2 * tile_bytes if exact else 0
+        out = group_bytes + list_bytes if lists else staging_bytes
+        return -(-(ring + half + out) // 16) * 16
+
+    # A column a page; and, where a page has more than one block, a column a block; and lists.
+    outputs = {"score": "Pages", **({"score_global": "Blocks"} if layout.index_scale > 1 else {}), "lists": "Lists"}
+    tuning = PREFILL_SCORE[arch.name]
+    kernels, forms = [], []
+    for exact in (False, True):
+        for job, output in outputs.items():
+            lists = job == "lists"
+            form = tuning.form(lists=lists, exact=exact)
+            role = f"prefill_{job}{'_exact' if exact else ''}"
+            # Products of mma.sync are of FP16 anyway: one kernel has both roles.
+            symbol = f"msa_icp_{role if arch.wgmma else 'prefill_' + job}_{layout.name}"
+            size = shared_bytes(form, lists=lists, exact=exact)
+            kernels.append(Kernel(role, symbol, form.threads, size))
+            if arch.wgmma or not exact:
+                names = {"type": role.title().replace("_", "").removeprefix("Prefill") + "Form", "symbol": symbol}
+                forms.append({**names, "output": output, "exact": exact, "shared_bytes": size, **asdict(form)})
     return Unit(
         architecture=arch,
         job="prefill_score",
         layout=layout,
         template=f"prefill_score_{'wgmma' if arch.wgmma else 'mma'}.cu.j2",
-        kernels=tuple(
-            Kernel(f"prefill_score{form}", f"msa_icp_prefill_score{form}_{layout.name}", tuning.threads, shared)
-            for form, _ in forms
-        ),
+        kernels=tuple(kernels),
         context={
             **CONSTANTS,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "KEY_TILE_ROWS": KEY_TILE_ROWS,
+            "LIST_COLUMNS": LIST_COLUMNS,
             "arch": arch,
             "layout": layout,
-            "tuning": tuning,
-            "threads": tuning.threads,
-            "shared_bytes": shared,
+            "threads": tuning.scores.threads,
             "forms": forms,
         },
     )
@@ -186,6 +208,7 @@ def _common_unit(arch: Architecture) -> Unit:
             ),
             Kernel("prefill_plan", "msa_icp_prefill_plan", PLAN_THREADS),
             Kernel("prefill_fill", "msa_icp_prefill_fill", FILL_THREADS),
+            Kernel("prefill_fold", "msa_icp_prefill_fold", FOLD_THREADS),
             Kernel("select_prefill_narrow", "msa_icp_select_prefill_narrow", tuning.prefill_narrow),
             Kernel("select_prefill_wide", "msa_icp_select_prefill_wide", tuning.prefill_wide),
         ),
@@ -197,6 +220,7 @@ def _common_unit(arch: Architecture) -> Unit:
             "tuning": tuning,
             "PLAN_THREADS": PLAN_THREADS,
             "FILL_THREADS": FILL_THREADS,
+            "FOLD_THREADS": FOLD_THREADS,
         },
     )
 

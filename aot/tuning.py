@@ -60,22 +60,49 @@ class SelectTuning:
 
 # On an H200, publisher, 64 tokens x 1024 columns: 3.0 us; 256 tokens x 8192 columns: 14.7 us. With 128 and 256 threads,
 # 256 tokens x 1024 columns took 5.2 us instead of 6.5 us, but the chain of one token 0.1 to 0.3 us longer.
-_SELECT = SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=512, merge_share=4)
+_SELECT = SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=256, merge_share=4)
 SELECT = dict.fromkeys(_BY_ARCHITECTURE, _SELECT)
 """Shape of publisher and prefill selection by architecture."""
 
 
 @dataclass(frozen=True)
-class PrefillScoreTuning:
-    """Shape of the prefill scorer: threads of its CTA, and key tiles of 16 KB that are in shared memory at a time."""
+class PrefillScoreForm:
+    """Shape of a prefill scorer's CTA: threads, and key tiles of 16 KB that are in shared memory at a time.
+
+    A row of lists has room for ``room`` candidates. On sm_90a, threads that multiply and the others have registers of
+    their own number.
+    """
 
     threads: int
     stages: int
+    room: int = 0
+    multiply_registers: int = 0
+    other_registers: int = 0
 
 
-# As many stages as fit. On an H200, 8192 tokens of 128K, P256-TP2: 1227 TFLOP/s. An earlier scorer, with whole key
-# tiles and the query in shared memory, had room for 7: 1136 TFLOP/s.
-_WGMMA = PrefillScoreTuning(threads=640, stages=9)
-_MMA = PrefillScoreTuning(threads=256, stages=2)
+@dataclass(frozen=True)
+class PrefillScoreTuning:
+    """Shapes of the prefill scorers: those that write scores or keep lists, with either accumulation."""
+
+    scores: PrefillScoreForm
+    lists: PrefillScoreForm
+    exact_scores: PrefillScoreForm
+    exact_lists: PrefillScoreForm
+
+    def form(self, *, lists: bool, exact: bool) -> PrefillScoreForm:
+        """The shape of one of them."""
+        if exact:
+            return self.exact_lists if lists else self.exact_scores
+        return self.lists if lists else self.scores
+
+
+# As many stages as fit. Registers beyond 104 or 112 are not there: 640 threads start with 96 each.
+_WGMMA = PrefillScoreTuning(
+    scores=PrefillScoreForm(threads=640, stages=9, multiply_registers=112, other_registers=32),
+    lists=PrefillScoreForm(threads=640, stages=5, room=32, multiply_registers=112, other_registers=32),
+    exact_scores=PrefillScoreForm(threads=640, stages=4, multiply_registers=104, other_registers=64),
+    exact_lists=PrefillScoreForm(threads=640, stages=2, room=24, multiply_registers=104, other_registers=64),
+)
+_MMA = PrefillScoreTuning(*(PrefillScoreForm(threads=256, stages=2, room=20),) * 4)
 PREFILL_SCORE = {"sm_90a": _WGMMA, "sm_100a": _MMA, "sm_103a": _MMA, "sm_89": _MMA, "sm_120a": _MMA}
-"""Shape of the prefill scorer by architecture. Those of ``mma.sync`` are not measured."""
+"""Shapes of the prefill scorers by architecture. Those of ``mma.sync`` are not measured."""

@@ -169,9 +169,12 @@ def chain(
 @bench.command()
 @_job_options(_int_option("--tokens", click.IntRange(1), "Query tokens", TOKENS), _context_option)
 def prefill(tokens: tuple[int, ...], context: tuple[int, ...], cold: bool | None, **options: Any) -> None:
-    """A prefill window: planner, scorer beside an FP8 matrix product, selection, merge, and a ragged window.
+    """A prefill window: planner, scorer beside an FP8 matrix product and exact scorer beside an FP16 one, selection,
+    merge, and the fused chain beside score and select.
 
-    The ragged window (warm) has a fixed shape, and runs where --tokens and --context are not given.
+    Where --tokens and --context are not given, there are also windows of 1 to 8192 tokens and contexts of 8K to 200K,
+    of which scorer, score and select, and the fused chain are measured; selections of random scores beside a streaming
+    read (cold); and a ragged window (warm).
     """
     from flashinfer_msa.bench.prefill import PrefillShape
     from flashinfer_msa.sizing import MAX_WINDOW_TOKENS

@@ -44,7 +44,7 @@ def make_host_plan(
         columns=columns,
         max_items=items,
     )
-    total_columns = int((work_info >> 32).sum())
+    total_columns = int((work_info >> 32 & 0xFFFF).sum())
     _require_at_most(
         f"kv_segment_lens must make at most {_INT32_MAX} block columns of all items", total_columns, _INT32_MAX
     )

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from .accumulation import is_exact
 from .backends import find_backend
 from .backends.calls import PrefillLocal, PrefillMerge, PrefillPlan
-from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, NUM_HEADS, ROW_WORDS, find_layout
+from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS, find_layout
+from .prefill_tuning import prefill_tuning
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     MAX_WINDOW_TOKENS,
@@ -36,7 +38,7 @@ class MSAIcpIndexerPlan:
     Attributes
     ----------
     world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, max_decode_query_len, \
-max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit
+max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit, accumulation
         As given to the constructor function, ``device`` with its index filled in.
     arch : str
         Architecture of the cubins that serve the device, such as ``"sm_90a"``; its type with ``backend="torch"``.
@@ -50,9 +52,13 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         Score columns of a decode step; row pitch of a prefill window's scores (columns rounded up to 16).
     max_prefill_windows : int
         Windows that a step of ``max_num_batched_tokens`` may take, all full but the last.
-    fused_decode_min_batch, fused_prefill, prefill_short_tokens
-        When the fused chains are the default: ``None``, ``False`` and ``0``, for never. Measured on an H200, the fused
-        decode chain takes longer than the separate one at every batch.
+    fused_decode_min_batch
+        When the fused decode chain is the default: ``None``, for never. Measured on an H200, it takes longer than the
+        separate one at every batch.
+    fused_prefill : bool
+        Whether :meth:`prefill_local` is better given a pool.
+    prefill_short_tokens : int
+        Windows of at most so many tokens run the separate chain even with a pool, in scratch that the indexer owns.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         device: Any,
         backend: str,
         spin_limit: int,
+        accumulation: str,
     ) -> None:
         implementation = find_backend(backend)
         self.world_size = require_world_size(world_size)
@@ -92,6 +99,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.max_model_len = require_int("max_model_len", max_model_len, 1, 2**31 - 1)
         self.num_sparse_layers = require_int("num_sparse_layers", num_sparse_layers, 1)
         self.spin_limit = require_int("spin_limit", spin_limit, 1, 2**31 - 1)
+        self._exact = is_exact(accumulation)
+        self.accumulation = accumulation
         self.backend = backend
         self.device, self.arch = implementation.resolve_device(device)
 
@@ -104,8 +113,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.prefill_score_columns = self._pitch(self.max_model_len)
         self.max_prefill_windows = ceil_div(self.max_num_batched_tokens, self._chunk(self.prefill_score_columns))
         self.fused_decode_min_batch: int | None = None
-        self.fused_prefill = False
-        self.prefill_short_tokens = 0
+        self.fused_prefill, short_tokens = prefill_tuning(self.arch, self.layout.name)
+        selectable = self.prefill_score_columns < MAX_SCORE_COLUMNS
+        self.prefill_short_tokens = min(short_tokens, self.prefill_window_tokens()) if selectable else 0
         # What receive storage has, and a shape unless it is any 1-D one.
         self._comm_fields: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
             "recv": (torch.int32, self.comm_layout["legacy_shape"]),
@@ -128,6 +138,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._work_range = torch.zeros(self.max_prefill_windows, storage["work_range_numel"], **int64)
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
+        short_shape = (self.prefill_short_tokens, NUM_HEADS, self.prefill_score_columns)
+        self._short_scratch = torch.empty(short_shape, device=self.device) if self.prefill_short_tokens else None
         # The fields checked last, and what every launch of the decode chain takes from them and the plan.
         nothing: tuple[Any, ...] = (object(),) * len(self._comm_fields)
         self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = (nothing, torch.zeros(0, dtype=torch.int64))
@@ -447,11 +459,11 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         index_k: torch.Tensor,
         block_table: torch.Tensor,
         window_plan: MSAIcpScorePlan,
-        score_scratch: torch.Tensor,
+        score_scratch: torch.Tensor | None,
         num_valid_pages: torch.Tensor,
         carrier_view: torch.Tensor,
         *,
-        pool: None = None,
+        pool: torch.Tensor | None = None,
     ) -> None:
         """One layer's local part of a prefill window: score this rank's keys, select into carrier rows.
 
@@ -471,22 +483,23 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         window_plan : MSAIcpScorePlan
             From :meth:`prefill_window_plan`.
         score_scratch : torch.Tensor
-            float32 ``[at least T, 4, at least the plan's score columns]``, see ``prefill_scratch_shape``.
+            float32 ``[at least T, 4, at least the plan's score columns]``, see ``prefill_scratch_shape``. Unused with a
+            pool, where it may be None.
         num_valid_pages : torch.Tensor
             int32 ``[T]``, B128 blocks that each token may select, 0 for padding: at most those with a key that it sees,
             ``ceil(min(position + 1, keys) / 128)``. No scores are written beyond those.
         carrier_view : torch.Tensor
             int32 ``[4, T, 33]``: the window's tokens of the step's carrier.
-        pool : None
-            The fused chain's pool; there is no fused chain yet.
+        pool : torch.Tensor, optional
+            uint8 of ``prefill_pool_shape``, or of ``msa_icp_prefill_pool_bytes`` for the window, 16-byte aligned: run
+            the fused chain, which keeps lists of candidates in it instead of score rows, with the same result. A window
+            of at most ``prefill_short_tokens`` tokens runs the separate chain, which is faster there.
 
         Raises
         ------
         ValueError
             If an argument is not as described; nothing has been launched then.
         """
-        if pool is not None:
-            raise ValueError(f"pool must be None, as there is no fused chain, was {type(pool).__name__}")
         require_score_plan("window_plan", window_plan)
         self._backend.prefill_local(
             PrefillLocal(
@@ -503,6 +516,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 self.local_blocks,
                 self.index_scale,
                 self.index_offset,
+                pool,
+                self._short_scratch,
+                self._exact,
             )
         )
 
@@ -552,6 +568,7 @@ def prepare_msa_icp_indexer(
     num_sparse_layers: int,
     device: Any,
     spin_limit: int = _SPIN_LIMIT,
+    accumulation: str = "tensor",
     backend: str = "cake",
 ) -> MSAIcpIndexerPlan:
     """Prepare one rank's indexer from the serving limits.
@@ -578,6 +595,9 @@ def prepare_msa_icp_indexer(
         Device of the rank.
     spin_limit : int
         Polls after which a wait for a peer gives up and ends the CUDA context.
+    accumulation : str
+        ``"tensor"`` or ``"exact"``: how :meth:`~MSAIcpIndexerPlan.prefill_local` sums products, as in
+        ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact but for the rounding of FP32 sums.
     backend : str
         ``"cake"`` for prebuilt kernels, ``"torch"`` for the reference.
 
@@ -606,4 +626,5 @@ def prepare_msa_icp_indexer(
         device=device,
         backend=backend,
         spin_limit=spin_limit,
+        accumulation=accumulation,
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import torch
 
+from .accumulation import is_exact
 from .backends import find_backend
 from .backends.calls import (
     DecodeScore,
     Merge,
     PrefillPlan,
     PrefillScore,
+    PrefillScoreSelect,
     ScorePublish,
     SelectPrefill,
     SelectPublish,
@@ -50,6 +52,7 @@ __all__ = [
     "msa_icp_index_score_sharded_plan_device",
     "msa_icp_merge_candidates",
     "msa_icp_prefill_pool_bytes",
+    "msa_icp_prefill_score_select",
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "prepare_msa_icp_indexer",
@@ -74,8 +77,9 @@ def msa_icp_decode_index_score_sharded(
     """Score this rank's keys for the newest tokens of each request.
 
     ``score_out[t, h, c]`` becomes the largest dot product of query ``(t, h)`` with the keys of page column ``c`` that
-    this rank holds and token ``t`` sees; ``-inf`` where it sees none. NaN products are ignored and ``-0.0`` is written
-    as ``+0.0``. Column ``c`` is global block ``c`` for 128-token pages and ``2 c + rank * 2 // W`` for 256-token pages.
+    this rank holds and token ``t`` sees, exact but for the rounding of FP32 sums; ``-inf`` where it sees none. NaN
+    products are ignored and ``-0.0`` is written as ``+0.0``. Column ``c`` is global block ``c`` for 128-token pages and
+    ``2 c + rank * 2 // W`` for 256-token pages.
 
     Parameters
     ----------
@@ -485,6 +489,7 @@ def msa_icp_index_score_sharded(
     tp: int = 2,
     compact: bool = False,
     enable_pdl: bool = False,
+    accumulation: str = "tensor",
     backend: str = "cake",
 ) -> None:
     """Score this rank's keys for the query tokens of a prefill window.
@@ -523,6 +528,11 @@ def msa_icp_index_score_sharded(
         A column a page; for 256-token pages alone.
     enable_pdl : bool
         Launch as a programmatic dependent of the preceding kernel; nothing is read before it has completed.
+    accumulation : str
+        ``"tensor"``: on sm_90a products are summed in the tensor core's own accumulators, which keep fewer bits than
+        FP32. ``"exact"``: elements are converted to FP16, whose products and FP32 sums are exact but for rounding, in
+        about twice the time; for selections that are validated bit by bit. Other architectures and the torch backend
+        are exact with either.
     backend : str
         ``"cake"`` or ``"torch"``.
 
@@ -532,6 +542,7 @@ def msa_icp_index_score_sharded(
         If an argument is not as described, or no kernels are installed for the GPU.
     """
     implementation = find_backend(backend)
+    exact = is_exact(accumulation)
     require_score_plan("plan", plan)
     implementation.prefill_score(
         PrefillScore(
@@ -546,6 +557,7 @@ def msa_icp_index_score_sharded(
             initialize=initialize,
             compact=compact,
             enable_pdl=enable_pdl,
+            exact=exact,
         )
     )
 
@@ -595,5 +607,76 @@ def msa_icp_topk_select_prefill(
             force_end_blocks=force_end_blocks,
             index_scale=index_scale,
             index_offset=index_offset,
+        )
+    )
+
+
+def msa_icp_prefill_score_select(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: torch.Tensor,
+    pool: torch.Tensor,
+    carrier: torch.Tensor,
+    *,
+    rank: int,
+    tp: int = 2,
+    compact: bool = False,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    enable_pdl: bool = False,
+    accumulation: str = "tensor",
+    backend: str = "cake",
+) -> None:
+    """Score a prefill window and select into carrier rows without score rows; the rows are those of the two functions.
+
+    Arguments are those of ``msa_icp_index_score_sharded`` and ``msa_icp_topk_select_prefill``, but for those that the
+    layout settles. Candidates are the columns of the plan's blocks with a global id below
+    ``min(num_valid_pages[t], 8192)``, those without a key that the token sees with ``-inf``; the scorer keeps sorted
+    lists of the 16 best of each row of its pieces of work, which a second kernel folds.
+
+    Parameters
+    ----------
+    num_valid_pages : torch.Tensor
+        int32 ``[T]``, contiguous: global B128 blocks of each token, 0 for padding.
+    pool : torch.Tensor
+        uint8 of at least ``msa_icp_prefill_pool_bytes`` for the plan's ``total_q`` and ``batch`` (of which no more
+        than ``total_q`` count), contiguous, 16-byte aligned, a multiple of 8 bytes; never zeroed.
+    carrier : torch.Tensor
+        int32 ``[4, T, 33]``, head-major, unit last stride, rows and heads that do not overlap.
+    compact : bool
+        A column a page: True for 256-token pages, False for 128-token pages.
+    enable_pdl : bool
+        Launch both kernels as programmatic dependents; nothing is read before the preceding kernel has completed.
+    accumulation : str
+        ``"tensor"`` or ``"exact"``, as in ``msa_icp_index_score_sharded``.
+    backend : str
+        ``"cake"`` or ``"torch"``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, or no kernels are installed for the GPU.
+    """
+    implementation = find_backend(backend)
+    exact = is_exact(accumulation)
+    require_score_plan("plan", plan)
+    implementation.prefill_score_select(
+        PrefillScoreSelect(
+            q=q,
+            k=k,
+            block_table=block_table,
+            plan=plan,
+            rank=rank,
+            tp=tp,
+            num_valid_pages=num_valid_pages,
+            pool=pool,
+            carrier=carrier,
+            compact=compact,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            enable_pdl=enable_pdl,
+            exact=exact,
         )
     )

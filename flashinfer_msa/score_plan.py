@@ -25,7 +25,8 @@ class MSAIcpScorePlan:
         int32 ``[B]``: position of each segment's first query token.
     packed_work_range, packed_work_info : torch.Tensor
         int64: for each multiprocessor, the range of work it takes; for each item of 64 query tokens, which it is and
-        how many blocks it sees. ``templates/params.h`` says how they are packed.
+        how many blocks it sees, 0 for those that the limits allow and the segments do not have.
+        ``templates/params.h`` says how they are packed.
     workspace : torch.Tensor
         uint8: scratch of the planner.
     total_q, num_qo_heads, batch, max_query_len, columns : int

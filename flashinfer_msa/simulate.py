@@ -23,6 +23,9 @@ UNUSED_PAGE = 2**30
 """Block-table entry of a page that no key lives in: an address made from it faults."""
 NEAR_TIE = 1e-5
 """Scores closer than this part of ``sum |q| |k|`` may change places under FP32 accumulation."""
+FP32_WORST = 2.0**-16
+"""Part of ``sum |q| |k|`` that FP32 accumulation cannot exceed: each of 128 exact products is added with an error of at
+most 2**-23 of a partial sum, as tensor cores truncate."""
 TENSOR_CORE_ERROR = 4e-4
 """Part of ``sum |q| |k|`` by which warpgroup products of e4m3 are off: they accumulate in fewer bits than FP32."""
 TENSOR_CORE_WORST = 4 * 33 * 2.0**-13
@@ -287,11 +290,14 @@ def run_local_prefill(
     plan: MSAIcpIndexerPlan,
     problem: PrefillProblem,
     index_k: torch.Tensor,
-    scratch: torch.Tensor,
+    scratch: torch.Tensor | None,
     carrier: torch.Tensor,
     tokens: int,
+    pool: torch.Tensor | None = None,
 ) -> None:
     """One rank's local part of a layer of a prefill step, in windows of ``tokens``, into its carrier.
+
+    With a ``pool`` by the fused chain, which needs no ``scratch``.
 
     All windows are planned before any runs, as every layer uses all of them.
     """
@@ -300,7 +306,7 @@ def run_local_prefill(
     for i, (window, window_plan) in enumerate(zip(windows, plans, strict=True)):
         rows = carrier[:, i * tokens : i * tokens + len(window.index_q)]
         plan.prefill_local(
-            window.index_q, index_k, window.block_table, window_plan, scratch, window.num_valid_pages, rows
+            window.index_q, index_k, window.block_table, window_plan, scratch, window.num_valid_pages, rows, pool=pool
         )
 
 

@@ -25,7 +25,7 @@ from flashinfer_msa.layout import LAYOUTS
     default="all",
     envvar="PEERS",
     show_default=True,
-    help="Jobs beside which the peers that are installed are measured; for prefill, one compiles for minutes.",
+    help="Jobs beside which the peers that are installed are measured; vLLM's prefill takes a minute to compile.",
 )
 def main(output: Path, peers: str) -> None:
     """Measure everything and write it to OUTPUT."""

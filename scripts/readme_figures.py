@@ -26,30 +26,41 @@ import gpu_record
 from flashinfer_msa.aot.render import tree_digest
 from flashinfer_msa.bench.rows import Row, bytes_text, case_of, is_as_warm_as_it_says, keys_text, of_job, own_rows
 from flashinfer_msa.bench.series import SERIES
-from flashinfer_msa.layout import LAYOUTS
+from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->", "<!-- end of figures -->"
-PLOTS = {"roofline": ROOT / "tests" / "gpu" / "roofline.svg", "latency": ROOT / "tests" / "gpu" / "latency.svg"}
+PLOTS = {name: ROOT / "tests" / "gpu" / f"{name}.svg" for name in SERIES}
 ABSENT = "-"
 DECODE_JOBS = ("decode_score", "decode_chain", "decode_fused_chain")
 
 
+def layout_table(head: str, rows: Iterable[Row], label: Callable[[Row], str], cell: Callable[[Row], str]) -> list[str]:
+    """Cases as ``label`` tells them apart, a column a layout: what ``cell`` says of each."""
+    titles = [layout.title for layout in LAYOUTS.values()]
+    lines = [f"| {head} | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(label(row), {})[row["layout"]] = row
+    for name, found in cases.items():
+        cells = [cell(found[title]) if title in found else ABSENT for title in titles]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def case_table(rows: Iterable[Row], cell: Callable[[Row], str]) -> list[str]:
     """Decode cases, a column a layout: what ``cell`` says of each."""
-    titles = [layout.title for layout in LAYOUTS.values()]
-    lines = [
-        f"| batch x context, query length | {' | '.join(titles)} |",
-        f"|---|{'---|' * len(titles)}",
-    ]
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((row["batch"], row["ctx"], row["query_len"], row["cold"]), {})[row["layout"]] = row
-    for (batch, context, query_len, cold), found in cases.items():
-        cells = [cell(found[title]) if title in found else ABSENT for title in titles]
-        label = f"{batch} x {keys_text(context)}, {query_len}{'' if cold else ', warm'}"
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
+    return layout_table(
+        "batch x context, query length",
+        rows,
+        lambda row: f"{row['batch']} x {keys_text(row['ctx'])}, {row['query_len']}{'' if row['cold'] else ', warm'}",
+        cell,
+    )
+
+
+def window_text(row: Row) -> str:
+    """Which prefill window a row is of."""
+    return f"{row['tokens']} of {keys_text(row['ctx'])}{'' if row['cold'] else ', warm'}"
 
 
 def paragraph(text: str, table: Sequence[str] = ()) -> list[str]:
@@ -91,6 +102,7 @@ def ceiling_table(rows: Sequence[Row]) -> list[str]:
         "streaming_read": "streaming read",
         "device_copy": "copy, bytes read and written",
         "fp8_gemm": "FP8 matrix product (cuBLAS, 8192 x 8192 x 8192)",
+        "fp16_gemm": "FP16 matrix product (cuBLAS, 8192 x 8192 x 8192)",
         "tiny_kernel": "one of a chain of tiny kernels in a graph",
         "tiny_kernel_pdl": "the same as programmatic dependents",
     }
@@ -178,38 +190,42 @@ def selection_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def prefill_lines(rows: Sequence[Row]) -> list[str]:
-    """Scorer, selection, merge and chain by case and layout, and peers."""
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    """Every part of a window by case and layout, the scorer's plot, and peers."""
+    cases: dict[tuple[str, str], dict[tuple[str, str | None], Row]] = {}
     for row in own_rows(rows):
-        if "heads" in row and "name" not in row:
-            cases.setdefault((row["tokens"], row["ctx"], row["layout"], row["cold"]), {})[row["job"]] = row
-    if not cases:
+        if "heads" in row and "layout" in row:
+            parts = cases.setdefault((window_text(row), row["layout"]), {})
+            parts[row["job"], row.get("name")] = row
+    # Of other windows there are a few figures alone.
+    whole = {case: parts for case, parts in cases.items() if ("prefill_plan", None) in parts}
+    if not whole:
         return []
-    lines = [
-        "| tokens of context | layout | plan | score | select | merge | score, select and merge |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns: dict[str, tuple[tuple[str, str | None], Callable[[Row], str]]] = {
+        "plan": (("prefill_plan", None), lambda row: f"{row['us']:.1f} us"),
+        "score": (("prefill_score", None), rate_text),
+        "score, exact": (("prefill_score", "exact"), rate_text),
+        "select": (("prefill_select", None), lambda row: f"{row['us']:.0f} us"),
+        "merge": (("merge", None), lambda row: f"{row['us']:.0f} us"),
+        "score, select and merge": (("prefill_chain", None), lambda row: f"{row['us']:.0f} us"),
+    }
+    found = {head: column for head, column in columns.items() if any(column[0] in parts for parts in whole.values())}
     peers = {job: Comparisons(rows, job) for job in ("prefill_score", "prefill_select")}
+    lines = [f"| tokens of context | layout | {' | '.join(found)} |", f"|---|---|{'---|' * len(found)}"]
     compared = ["| tokens of context | layout | score | select |", "|---|---|---|---|"]
-
-    def microseconds(row: Row | None, digits: int = 0) -> str:
-        return ABSENT if row is None else f"{row['us']:.{digits}f} us"
-
-    for (tokens, context, layout, cold), jobs in cases.items():
-        label = f"{tokens} of {keys_text(context)}{'' if cold else ', warm'}"
-        score = jobs.get("prefill_score")
-        rate = f": {score['tflops']:.0f} TFLOP/s ({score['ceiling_ratio']:.0%})" if score else ""
-        cells = [label, layout, microseconds(jobs.get("prefill_plan"), 1), microseconds(score) + rate]
-        cells += [microseconds(jobs.get(job)) for job in ("prefill_select", "merge", "prefill_chain")]
-        lines.append(f"| {' | '.join(cells)} |")
-        ratios = [peers[job].cell(jobs[job]) if job in jobs else ABSENT for job in peers]
-        compared.append(f"| {label} | {layout} | {' | '.join(ratios)} |")
+    for (window, layout), parts in whole.items():
+        cells = [text(parts[key]) if key in parts else ABSENT for key, text in found.values()]
+        lines.append(f"| {window} | {layout} | {' | '.join(cells)} |")
+        ratios = [peers[job].cell(parts[job, None]) if (job, None) in parts else ABSENT for job in peers]
+        if set(ratios) != {ABSENT}:
+            compared.append(f"| {window} | {layout} | {' | '.join(ratios)} |")
+    exact = ', and of an FP16 one\'s with `accumulation="exact"`' if "score, exact" in found else ""
     text = paragraph(
         "Prefill window of one segment, one rank, all four heads, cold keys, without the exchange. In brackets, "
-        "the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run.\n"
-        "`flashinfer-msa bench prefill` measures the table:",
+        f"the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run{exact}.\n"
+        "`flashinfer-msa bench prefill --plot prefill.png` measures table and plot:",
         lines,
     )
+    text += paragraph("![Rate of the prefill scorer over the tokens of a window](tests/gpu/prefill.svg)")
     if peers["prefill_score"].peers:
         text += paragraph(
             f"The time of {', '.join(peers['prefill_score'].peers)} over ours (`--peers`): scores of the heads that a "
@@ -217,6 +233,45 @@ def prefill_lines(rows: Sequence[Row]) -> list[str]:
             compared,
         )
     return text
+
+
+def rate_text(row: Row) -> str:
+    """What a prefill scorer takes, and its rate."""
+    return f"{row['us']:.0f} us: {row['tflops']:.0f} TFLOP/s ({row['ceiling_ratio']:.0%})"
+
+
+def fused_prefill_lines(rows: Sequence[Row]) -> list[str]:
+    """The fused prefill chain beside the two launches that it replaces, by window and layout."""
+    separate = {
+        (row["layout"], window_text(row)): row["us"] for row in of_job(rows, "prefill_chain", "score and select")
+    }
+    fused = sorted(of_job(rows, "prefill_fused"), key=lambda row: (not row["cold"], row["ctx"], row["tokens"]))
+    if not fused:
+        return []
+
+    def cell(row: Row) -> str:
+        return f"{row['us']:.1f} / {separate[row['layout'], window_text(row)]:.1f} us ({row['separate_ratio']:.2f})"
+
+    return paragraph(
+        "The local part of a prefill window, up to its carrier rows: the fused chain (`pool=`) / score and select as "
+        "two launches, and in brackets the one time over the other. Below 1 the fused chain is faster.\n"
+        "`flashinfer-msa bench prefill` measures the table:",
+        layout_table("tokens of context", fused, window_text, cell),
+    )
+
+
+def prefill_selection_lines(rows: Sequence[Row]) -> list[str]:
+    """The prefill selection of ready scores, beside reading them."""
+    found = of_job(rows, "prefill_select", "random scores")
+    lines = ["| tokens x heads x columns | time | of a streaming read's rate |", "|---|---|---|"]
+    for row in found:
+        size = f"{row['tokens']} x {row['heads']} x {row['ctx'] // BLOCK_TOKENS}"
+        lines.append(f"| {size} | {row['us']:.0f} us: {row['tb_s']:.2f} TB/s | {row['ceiling_ratio']:.0%} |")
+    text = (
+        "Prefill selection of random scores, all of them candidates, beside a streaming read of as many bytes in the "
+        "same run.\n`flashinfer-msa bench prefill --cold` measures the table:"
+    )
+    return paragraph(text, lines) if found else []
 
 
 def host_lines(rows: Sequence[Row]) -> list[str]:
@@ -244,7 +299,15 @@ def figures(record: dict[str, Any]) -> str:
     # What was marked warm and could not be is no result.
     rows = [row for row in single["bench"] if row["job"] not in DECODE_JOBS or is_as_warm_as_it_says(row)]
     lines += paragraph("In the same run (`flashinfer-msa bench decode` and `prefill`):", ceiling_table(rows))
-    for part in (decode_lines, chain_lines, selection_lines, prefill_lines, host_lines):
+    for part in (
+        decode_lines,
+        chain_lines,
+        selection_lines,
+        prefill_lines,
+        fused_prefill_lines,
+        prefill_selection_lines,
+        host_lines,
+    ):
         lines += part(rows)
     if not host_lines(rows):
         lines += paragraph("The benchmark was cut short: what it measures last is missing.")

@@ -128,8 +128,8 @@ struct alignas(64) TensorMap {
 
 // A prefill window's work. Its segments are cut into items of kItemTokens query tokens, the blocks that an item sees
 // into units of kUnitBlocks, ahead of which kItemUnits stand for its start, and the units of all items, in order, into
-// one range a multiprocessor. An item is a word `segment | tile << 16 | blocks << 32`, a range `item | unit << 16 |
-// units << 32`: where it starts and how long it is.
+// one range a multiprocessor. An item is a word `1 << 48 | blocks << 32 | tile << 16 | segment`, and 0 where there is
+// none; a range is `units << 32 | unit << 16 | item`: how long it is and where it starts.
 struct PrefillPlanParams {
   const int* qo_segment_lens;
   const int* kv_segment_lens;
@@ -165,6 +165,40 @@ struct PrefillScoreParams {
   int max_blocks;
   int tokens;
   int rank;
+  // Of the fused chain, which keeps lists in place of scores.
+  const int* num_valid_pages;
+  unsigned long long* pool;
+  int force_begin_blocks;
+  int force_end_blocks;
+};
+
+// CTAs of an item in the fused prefill chain's fold, and tokens of each CTA after those, which look for tokens of no
+// segment.
+inline constexpr int kFoldCtasPerItem = 4;
+inline constexpr int kFoldSweepTokens = 256;
+
+// The fused prefill chain's pool holds, for each piece of an item that a CTA has scored, the 16 best keys of each of
+// the item's kItemTokens * kHeads rows, in descending order. A CTA's pieces are of items in a row, and the next CTA's
+// start with the last of them or after it: piece `item + CTA`.
+struct PrefillFoldParams {
+  const unsigned long long* pool;
+  const int* qo_segment_lens;
+  const int* qo_segment_offsets;
+  const long long* work_range;
+  const long long* work_info;
+  const int* num_valid_pages;
+  int* carrier;
+  long long carrier_head_stride;
+  long long carrier_row_stride;
+  int batch;
+  int max_items;
+  int max_blocks;
+  int num_ranges;
+  int tokens;
+  int index_scale;
+  int index_offset;
+  int force_begin_blocks;
+  int force_end_blocks;
 };
 
 struct PrefillFillParams {

@@ -24,9 +24,13 @@ __device__ __forceinline__ Key candidate_key(ScoreKey score, int id, bool forced
          static_cast<Key>(kMaxBlocks - 1 - id);
 }
 
+__device__ __forceinline__ ScoreKey score_key_of(Key key) { return static_cast<ScoreKey>(key >> kIdBits); }
+
+__device__ __forceinline__ bool is_forced(Key key) { return key >> (32 + kIdBits) == 3; }
+
 // The score of a key, of a score that is neither NaN nor -0.0.
 __device__ __forceinline__ float score_of(Key key) {
-  const unsigned ordered = static_cast<unsigned>(key >> kIdBits);
+  const ScoreKey ordered = score_key_of(key);
   return __int_as_float(static_cast<int>(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered));
 }
 

@@ -205,8 +205,9 @@ __device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], int 
   selected.place = selected.id < 0 ? lane : 0;  // ranks are dense, so empty places are the last ones already
 #pragma unroll
   for (int i = 0; i < kTopK; ++i) {
-    const int other = __shfl_sync(kFullWarp, selected.id, i);
-    if (selected.id >= 0) selected.place += other >= 0 && other < selected.id;
+    // As an unsigned number, an empty place comes after every id.
+    const unsigned other = static_cast<unsigned>(__shfl_sync(kFullWarp, selected.id, i));
+    if (selected.id >= 0) selected.place += other < static_cast<unsigned>(selected.id);
   }
   return selected;
 }

@@ -85,7 +85,8 @@ def stub_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(bench.Ceilings, "read_us", lambda self, keys: 1.0)
-    monkeypatch.setattr(bench.Ceilings, "gemm", {"tflops": 1000.0})
+    monkeypatch.setattr(bench.Ceilings, "fp8_gemm", {"tflops": 1000.0})
+    monkeypatch.setattr(bench.Ceilings, "fp16_gemm", {"tflops": 500.0})
     with OnTheCpu():
         yield calls
 
@@ -204,16 +205,110 @@ def test_prefill_rows(stub_clock: list[int]) -> None:
     for row in found:
         check_row(row)
     own = rows.own_rows(found)
-    assert [row["job"] for row in own] == ["prefill_plan", "prefill_score", "prefill_select", "merge", "prefill_chain"]
+    assert [(row["job"], row.get("name")) for row in own] == [
+        ("prefill_plan", None),
+        ("prefill_score", None),
+        ("prefill_score", "exact"),
+        ("prefill_select", None),
+        ("merge", None),
+        ("prefill_chain", None),
+        ("prefill_chain", "score and select"),
+        ("prefill_fused", None),
+    ]
     # Four heads of 128 elements, on half of the keys: token i of 40 sees 561 + i.
-    assert own[1]["flops"] == sum(2 * 4 * 128 * (561 + i) for i in range(40)) / 2
+    assert own[1]["flops"] == own[2]["flops"] == sum(2 * 4 * 128 * (561 + i) for i in range(40)) / 2
     assert own[1]["ceiling_ratio"] == pytest.approx(own[1]["flops"] / 2.0 / 1e6 / 1000.0)
+    # Half the ceiling, for the same time.
+    assert own[2]["ceiling_ratio"] == pytest.approx(2 * own[1]["ceiling_ratio"])
     # Scores of 256-token columns: 4 heads, 40 tokens, 3 columns each.
-    assert own[2]["bytes"] == 4 * 4 * 40 * 3
+    assert own[3]["bytes"] == 4 * 4 * 40 * 3
+    assert own[7]["separate_ratio"] == own[7]["us"] / own[6]["us"] == 1.0
     score, select = [row for row in found if "peer" in row]
     assert (score["job"], select["job"]) == ("prefill_score", "prefill_select")
     assert "2 heads of all keys" in score["note"]
     assert select["note"] == "theirs: 2 heads x 40 rows of 5 blocks; ours: 4 x 40 of 3, to be merged"
+
+
+def test_the_exact_scorer_is_asked_for(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = bench.PrefillCase.make(LAYOUTS["p128_tp2"], [(4, 300)], cold=False)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        prefill.msa_ops, "msa_icp_index_score_sharded", lambda *_, accumulation, **__: asked.append(accumulation)
+    )
+    case.score(case.make_plan(), case.keys[0])
+    case.score(case.make_plan(), case.keys[0], "exact")
+    assert asked == ["tensor", "exact"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fused_and_separate_chains_write_the_same_rows(stub_clock: list[int], name: str) -> None:
+    case = bench.PrefillCase.make(LAYOUTS[name], [(40, 3000)], cold=False)
+    written = []
+    for launch in (case.local, case.fused):
+        case.carrier.fill_(-7)
+        launch(case.make_plan(), case.keys[0])
+        written.append(case.carrier.clone())
+    assert torch.equal(*written) and (written[0] != -7).all()
+
+
+def test_the_last_tokens_of_a_case_are_a_case(stub_clock: list[int]) -> None:
+    """A part of a window selects what the whole window selects for its tokens."""
+    whole = bench.PrefillCase.make(LAYOUTS["p256_tp4"], [(40, 3000)], cold=True)
+    whole.local(whole.make_plan(), whole.keys[0])
+    wanted = whole.carrier[:, -5:].clone()
+    case = whole.last(5)
+    assert case.shape == {**whole.shape, "tokens": 5} and case.keys is whole.keys
+    assert case.flops == sum(2 * 4 * 128 * (2996 + i) for i in range(5)) / 4
+    for launch in (case.local, case.fused):
+        case.carrier.fill_(-7)
+        launch(case.make_plan(), case.keys[0])
+        assert torch.equal(case.carrier, wanted)
+    case.merge()
+    assert (case.output >= -1).all() and case.output.shape == (5, 1, 16)
+
+
+def test_sweep_rows(stub_clock: list[int]) -> None:
+    found = list(bench.sweep_rows(LAYOUTS["p128_tp4"], 600, [1, 16, 40], bench.Ceilings(), cold=True))
+    for row in found:
+        check_row(row)
+        assert (row["ctx"], row["cold"], row["layout"]) == (600, True, "P128-TP4")
+    assert [(row["tokens"], row["job"], row.get("name")) for row in found] == [
+        (tokens, job, name)
+        for tokens in (1, 16, 40)
+        for job, name in (("prefill_score", None), ("prefill_chain", "score and select"), ("prefill_fused", None))
+    ]
+    assert found[0]["flops"] == 2 * 4 * 128 * 600 / 4
+
+
+def test_select_rows(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "SELECT_COLUMNS", (20, 512))
+    found = list(bench.select_rows(bench.Ceilings(), tokens=8))
+    for row, columns in zip(found, (20, 512), strict=True):
+        check_row(row)
+        assert (row["job"], row["name"], row["tokens"], row["ctx"]) == (
+            "prefill_select",
+            "random scores",
+            8,
+            columns * 128,
+        )
+        # The scores are cold; reading them takes the 1 us that the stub says.
+        assert row["bytes"] == 4 * 8 * 4 * columns and (row["us"], row["ceiling_ratio"]) == (2.0, 0.5)
+
+
+def test_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[torch.dtype] = []
+    monkeypatch.setattr(ceilings, "_GEMM_SIZE", 16)
+    monkeypatch.setattr(ceilings, "graph_us", lambda calls: [call() for call in calls] and 4.0)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: multiplied.append(a.dtype))
+    monkeypatch.setattr(torch, "matmul", lambda a, b: multiplied.append(a.dtype))
+    measured = bench.Ceilings()
+    with OnTheCpu():
+        found = [measured.fp8_gemm, measured.fp16_gemm, measured.fp8_gemm]
+    for row in found:
+        check_row(row)
+        assert row["tflops"] == 2 * 16**3 / 4.0 / 1e6
+    assert [row["name"] for row in found] == ["fp8_gemm", "fp16_gemm", "fp8_gemm"]
+    assert multiplied == [torch.float8_e4m3fn] * 20 + [torch.float16] * 20
 
 
 def test_host_rows(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,11 +498,13 @@ def test_plots_are_deterministic_and_of_their_rows(name: str, tmp_path: Path) ->
     assert "GPU X, 2026-01-02; cold keys" in text
     for layout in LAYOUTS.values():
         assert f">{layout.title}<" in text
+    if name == "prefill":
+        return
     axes = PLOTS[name](series.SERIES[name](found), "").axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
     layout = LAYOUTS["p128_tp4"].title
     shown = [row for row in series.SERIES[name](RECORD) if row.get("layout") == layout and row.get("query_len", 1) == 1]
-    key = {"roofline": "tb_s", "latency": "us", "prefill": "tflops"}[name]
+    key = {"roofline": "tb_s", "latency": "us"}[name]
     assert sorted(lines[layout].get_ydata()) == sorted(row[key] for row in shown) and len(shown) > 2
     if name == "latency":
         dashed = {label: line for label, line in lines.items() if line.get_linestyle() == "--"}
@@ -417,6 +514,57 @@ def test_plots_are_deterministic_and_of_their_rows(name: str, tmp_path: Path) ->
         assert all(
             line.get_linestyle() != "--" for line in PLOTS[name](series.SERIES[name](RECORD), "").axes[0].get_lines()
         )
+
+
+def test_the_prefill_plot_has_a_panel_a_layout_and_a_line_a_context() -> None:
+    pytest.importorskip("matplotlib")
+    from flashinfer_msa.bench.plots import prefill as plot
+
+    special: Any = {**of_prefill("P128-TP4", 64, 8192), "name": "exact", "tflops": 1.0}
+    found = [
+        {"job": "ceiling", "name": "fp8_gemm", "tflops": 1300.0, "us": 1.0, "cold": False},
+        {"job": "ceiling", "name": "fp16_gemm", "tflops": 650.0, "us": 1.0, "cold": False},
+        *(of_prefill("P128-TP4", tokens, context) for context in (32768, 8192) for tokens in (2048, 1, 64)),
+        of_prefill("P256-TP2", 64, 32768),
+        special,
+    ]
+    figure = plot(series.SERIES["prefill"](with_peers(found)), "here")
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert list(panels) == ["P128-TP4", "P256-TP2"]
+    lines = {line.get_label(): line for line in panels["P128-TP4"].get_lines()}
+    assert list(lines["context 8K"].get_xdata()) == [1, 64, 2048]
+    assert list(lines["context 8K"].get_ydata()) == [1 + 8, 64 + 8, 2048 + 8]
+    assert set(lines["FP8 matrix product,\n8192 x 8192 x 8192"].get_ydata()) == {1300.0}
+    points = [
+        line for line in panels["P256-TP2"].get_lines() if line.get_linestyle() == "None" and len(line.get_xdata())
+    ]
+    assert [list(line.get_ydata()) for line in points] == [[(64 + 32) / 3.25], [(64 + 32) / 3.5]]
+    assert {line.get_color() for line in points} == {lines["context 32K"].get_color()}
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown[1:] == ["context 8K", "context 32K", "FlashInfer 0.7.4", "vLLM"]
+    # Those of every panel are on one scale, which shows all of them.
+    assert len({axes.get_ylim() for axes in panels.values()}) == 1 and figure.axes[0].get_ylim()[1] > 2056
+    assert len(plot([], "nothing").axes) == 0
+
+
+def of_prefill(layout: str, tokens: int, context: int) -> Any:
+    """A prefill scorer's row of a made-up rate."""
+    rate = float(tokens + context // 1024)
+    case = {"job": "prefill_score", "layout": layout, "tokens": tokens, "ctx": context, "heads": 4, "cold": True}
+    return {**case, "us": 5.0, "flops": 1.0, "tflops": rate, "ceiling_ratio": 0.5}
+
+
+def test_the_table_of_the_fused_prefill_chain_has_its_share() -> None:
+    case = {key: value for key, value in of_prefill("P128-TP4", 64, 8192).items() if key in rows.CASE_KEYS}
+    text = render(
+        [
+            {**case, "job": "prefill_chain", "name": "score and select", "us": 8.0},
+            {**case, "job": "prefill_fused", "us": 6.0, "separate_ratio": 0.75},
+        ]
+    )
+    fused = text[text.index(report.TITLES["prefill_fused"]) :]
+    assert "separate" in fused and "0.75" in fused
+    assert "score and select" in text[: text.index(report.TITLES["prefill_fused"])]
 
 
 def test_plots_of_warm_rows_alone_and_of_one_case(tmp_path: Path) -> None:
@@ -462,13 +610,29 @@ def test_steps_of_the_jobs_cover_layouts_and_shapes() -> None:
         f"{title}, 5 x 4K, query length 1, cold" for title in ("P128-TP2", "P256-TP4")
     ]
     assert [step.label for step in jobs.prefill([bench.PrefillShape(100, 200, False)])] == [
-        "matrix product",
+        "matrix products",
         "P128-TP2, 100 of 200, warm",
         "P256-TP4, 100 of 200, warm",
     ]
+    labels = [step.label for step in jobs.prefill()]
+    assert "P128-TP2, 1 to 8192 of 200K, warm" in labels and "P256-TP4, 1 to 1024 of 128K, cold" in labels
+    assert "selection of random scores" in labels and "P128-TP2, ragged window" in labels
+    warm = [step.label for step in jobs.prefill(temperatures=(False,))]
+    assert "selection of random scores" not in warm and not any("cold" in label for label in warm)
+    cold = [step.label for step in jobs.prefill(temperatures=(True,))]
     every = [step.label for step in jobs.everything()]
+    assert set(cold) <= set(every) and not any("to 8192" in label and "warm" in label for label in every)
+    labels = [step.label for step in jobs.decode()]
     assert len(every) == len(set(every)) and every[-1] == "host time" and "P256-TP4, ragged window" in every
     assert set(labels) | {step.label for step in jobs.chain()} <= set(every)
+
+
+def test_windows_of_the_sweep_are_those_that_are_not_measured_whole() -> None:
+    swept = [(tokens, context) for context, counts in prefill.SWEEPS.items() for tokens in counts]
+    whole = {shape[:2] for shape in bench.PREFILL_SHAPES}
+    assert len(swept) == 25 and not whole & set(swept)
+    assert {context for _, context in swept} == {8192, 32768, 131072, 204800}
+    assert all(tokens <= context for tokens, context in swept)
 
 
 @pytest.fixture

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from flashinfer_msa import msa_ops
+from flashinfer_msa import msa_ops, prefill_tuning
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.layout import LAYOUTS
+from flashinfer_msa.prefill_tuning import PrefillTuning
 from flashinfer_msa.score_plan import MSAIcpScorePlan
 from flashinfer_msa.simulate import DecodeProblem, PrefillProblem
+from flashinfer_msa.sizing import max_items
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (
@@ -136,8 +138,8 @@ def window_of(layout: str, tokens: int) -> PrefillProblem:
 
 def make_plan_call(problem: PrefillProblem) -> Call:
     """A valid call of the device planner, with room for no more items than its bounds allow."""
-    bounds, segments = problem.bounds, len(problem.query_lens)
-    items = math.ceil(bounds["total_q"] / 64) + min(segments, bounds["total_q"]) - 1 if segments else 0
+    bounds = problem.bounds
+    items = max_items(bounds["total_q"], len(problem.query_lens))
     names = ("qo_segment_lens", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "qo_offset")
     arguments = {
         **dict(zip(names, problem.segments, strict=True)),
@@ -185,15 +187,36 @@ def make_prefill_call(operation: str, layout: str, tokens: int) -> Call:
             "backend": "torch",
         }
         return Call(msa_ops.msa_icp_index_score_sharded, arguments)
-    if operation == "local":
+    rows = torch.full((4, plan.total_q, 33), -7, dtype=torch.int32)
+    pool = torch.full((max_items(plan.total_q, plan.batch) * 32 << 10,), 255, dtype=torch.uint8)
+    if operation == "fused":
+        arguments = {
+            "q": problem.index_q,
+            "k": keys,
+            "block_table": table,
+            "plan": plan,
+            "num_valid_pages": problem.num_valid_pages,
+            "pool": pool,
+            "carrier": rows,
+            "rank": 0,
+            "tp": shape.world_size,
+            "compact": shape.index_scale > 1,
+            "force_begin_blocks": 1,
+            "force_end_blocks": 2,
+            "enable_pdl": False,
+            "backend": "torch",
+        }
+        return Call(msa_ops.msa_icp_prefill_score_select, arguments)
+    if operation in ("local", "fused_local"):
         arguments = {
             "query": problem.index_q,
             "index_k": keys,
             "block_table": table,
             "window_plan": plan,
-            "score_scratch": plane,
+            "score_scratch": plane if operation == "local" else None,
             "num_valid_pages": problem.num_valid_pages,
-            "carrier_view": torch.full((4, plan.total_q, 33), -7, dtype=torch.int32),
+            "carrier_view": rows,
+            "pool": pool if operation == "fused_local" else None,
         }
         return Call(indexer.prefill_local, arguments)
     draw = torch.Generator().manual_seed(0)
@@ -317,8 +340,8 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
 
 CALLS = ("score", "publish", "publish+", "merge", "merge+")
 CALLS += ("decode", "decode+", "decode_publish", "decode_publish+", "decode_merge", "decode_merge+")
-PREFILL_FUNCTIONS = ("plan", "prefill_score", "select_prefill", "exchanged")
-PREFILL_CALLS = (*PREFILL_FUNCTIONS, "window_plan", "local", "prefill_merge")
+PREFILL_FUNCTIONS = ("plan", "prefill_score", "select_prefill", "fused", "exchanged")
+PREFILL_CALLS = (*PREFILL_FUNCTIONS, "window_plan", "local", "fused_local", "prefill_merge")
 CALLS += PREFILL_CALLS
 
 
@@ -387,15 +410,15 @@ PLAN = (
     Rule("workspace", torch.uint8, 1, aligned=True),
 )
 CARRIER = Rule("carrier", torch.int32, 3, contiguous=False, sized=(0, 1, 2), rows=(0, 1))
+POOL = Rule("pool", torch.uint8, 1, aligned=True)
 
 
-def prefill_rules(query: str, keys: str, plan: str, plane: str) -> tuple[Rule, ...]:
+def prefill_rules(query: str, keys: str, plan: str) -> tuple[Rule, ...]:
     return (
         Rule(query, E4M3, 3, sized=(0, 1, 2), aligned=True),
         Rule(keys, E4M3, 3, contiguous=False, sized=(1, 2), rows=(0,), aligned=True),
         Rule("block_table", torch.int32, 2, contiguous=False, sized=(0,), rows=(0,)),
         *(replace(rule, name=f"{plan}.{rule.name}") for rule in PLAN),
-        Rule(plane, torch.float32, 3, contiguous=False, sized=(0, 1) if plane == "max_score" else (1,), rows=(0, 1)),
     )
 
 
@@ -416,15 +439,22 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "decode_publish": (*score_rules("scores"), VALID),
     "decode_merge": (ANY_VALID, OUTPUT),
     "plan": PLAN,
-    "prefill_score": prefill_rules("q", "k", "plan", "max_score"),
+    "prefill_score": (
+        *prefill_rules("q", "k", "plan"),
+        Rule("max_score", torch.float32, 3, contiguous=False, sized=(0, 1), rows=(0, 1)),
+    ),
     "select_prefill": (Rule("scores", torch.float32, 3, contiguous=False, sized=(1,), rows=(0, 1)), VALID, CARRIER),
+    "fused": (*prefill_rules("q", "k", "plan"), VALID, POOL, CARRIER),
     "exchanged": (RECV, ANY_VALID, OUTPUT, ERRORS),
     "window_plan": SEGMENTS,
     "local": (
-        *prefill_rules("query", "index_k", "window_plan", "score_scratch"),
+        *prefill_rules("query", "index_k", "window_plan"),
+        Rule("score_scratch", torch.float32, 3, contiguous=False, sized=(1,), rows=(0, 1)),
         VALID,
         replace(CARRIER, name="carrier_view"),
     ),
+    # Without a pool, it is the scratch that is missing.
+    "fused_local": (VALID, replace(POOL, optional=True), replace(CARRIER, name="carrier_view")),
     "prefill_merge": (replace(RECV, name="received"), ANY_VALID, OUTPUT),
 }
 COMM_RULES = (
@@ -628,6 +658,8 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     ("prefill_score", "k", lambda a: a["k"][:0], r"k must have .*1 .*had shape \[0, 64, 128\]"),
     ("prefill_score", "k", lambda a: torch.zeros(2, 96, 128).to(E4M3), r"k must have 128 / 2 or 256 / 2 .*96, 128\]"),
     ("prefill_score", "k", lambda a: torch.zeros(2, 2**16, 128).to(E4M3), "k must have 128 / 2 or 256 / 2 .*65536.*"),
+    ("fused", "k", lambda a: torch.zeros(2, 96, 128).to(E4M3), r"k must have 128 / 2 or 256 / 2 .*96, 128\]"),
+    ("fused", "block_table", lambda a: a["block_table"][:, :4], r"block_table must .*at least 5 .*\[3, 4\]"),
     ("local", "index_k", lambda a: torch.zeros(2, 128, 128).to(E4M3), "index_k must have 64 rows a page, had 128"),
     ("local", "index_k", lambda a: torch.zeros(2, 32, 128).to(E4M3), "index_k must have 128 / 2 or 256 / 2 .*32.*"),
     ("local", "index_k", lambda a: strided(a["index_k"], 0, 8200), "index_k must .* multiple of 16.*8200.*"),
@@ -640,6 +672,14 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     ("select_prefill", "scores", lambda a: a["scores"][..., :0], r"scores must .*1 and 12287.*\[4, 4, 0\]"),
     ("select_prefill", "scores", lambda a: torch.zeros(4, 4, 12288), r"scores must .*1 and 12287.*\[4, 4, 12288\]"),
     ("select_prefill", "scores", lambda a: a["scores"][:3], r"num_valid_pages must have .*\[3\], was \[4\]"),
+    # Lists of a window: 4 tokens in 3 segments are at most 3 items.
+    ("fused", "pool", lambda a: a["pool"][8:].clone(), r"pool must have at least 98304 .*had shape \[98296\]"),
+    ("fused", "pool", lambda a: a["pool"].repeat(2)[:98308], "pool must have a multiple of 8 bytes, had 98308"),
+    ("fused_local", "pool", lambda a: a["pool"][8:].clone(), r"pool must have at least 98304 .*had shape \[98296\]"),
+    ("fused_local", "pool", lambda a: a["pool"].repeat(2)[:98308], "pool must have a multiple of 8 bytes, had 98308"),
+    ("fused_local", "pool", lambda a: None, "score_scratch must be a dense tensor, was None"),
+    ("fused_local", "score_scratch", lambda a: torch.zeros(4, 4, 5).int(), "score_scratch must be .*32, was .*int32"),
+    ("local", "pool", lambda a: torch.zeros(8), "pool must be torch.uint8, was torch.float32"),
     # Another group's exchange.
     ("prefill_merge", "received", lambda a: torch.zeros(4, 1, 4, 33).int(), r"received must .*\[2,.*\[4, 1, 4, 33\]"),
     ("prefill_merge", "received", lambda a: a["received"][:, :, :3], "num_valid_pages must have at most .*3 .*, had 4"),
@@ -667,6 +707,9 @@ def test_pdl_is_refused_for_an_exchanged_carrier() -> None:
         ("prefill_score", "max_score"),
         ("prefill_score", "plan.qo_offset"),
         ("select_prefill", "carrier"),
+        ("fused", "carrier"),
+        ("fused", "plan.qo_offset"),
+        ("fused_local", "num_valid_pages"),
         ("window_plan", "kv_segment_lens"),
         ("local", "window_plan.qo_segment_lens"),
         ("prefill_merge", "received"),
@@ -728,6 +771,12 @@ NUMBERS: dict[str, dict[str, tuple[int, int, str]]] = {
         **{f"plan.{name}": numbers for name, numbers in PLAN_FIELDS.items()},
     },
     "select_prefill": {name: PUBLISH_NUMBERS[name] for name in SELECT_NUMBERS},
+    "fused": {
+        "rank": (0, 1, r"be in \[0, 1\]"),
+        "tp": (2, 4, "be .*2.*4"),
+        **{name: PUBLISH_NUMBERS[name] for name in SELECT_NUMBERS[:2]},
+        **{f"plan.{name}": numbers for name, numbers in PLAN_FIELDS.items()},
+    },
     "exchanged": MERGE_NUMBERS,
     "window_plan": {
         "window": (0, 0, r"be in \[0, 0\]"),
@@ -802,6 +851,10 @@ def test_what_a_number_was_is_told_apart_from_a_number(name: str, argument: str)
         ("prefill_score", {"plan.columns": 6}, r"block_table must have at least 6 .*, had shape \[3, 5\]"),
         ("prefill_score", {"plan.batch": 2}, "plan.batch must be in \\[3, 3\\], was 2"),
         ("prefill_score", {"compact": True}, "compact must be False for 128-token pages, which are blocks, was True"),
+        ("fused", {"force_begin_blocks": 8, "force_end_blocks": 9}, "force_begin_blocks .*at most 16, was 8 [+] 9"),
+        ("fused", {"plan.total_q": 5}, r"q must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
+        ("fused", {"plan.batch": 2}, "plan.batch must be in \\[3, 3\\], was 2"),
+        ("fused", {"compact": True}, "compact must be False for 128-token pages, which are blocks, was True"),
         ("local", {"window_plan.total_q": 5}, r"query must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
         ("local", {"window_plan.batch": 4}, r"window_plan.batch must be in \[3, 3\], was 4"),
     ),
@@ -812,9 +865,10 @@ def test_numbers_that_do_not_fit_each_other_are_refused(name: str, changes: dict
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [(name, "enable_pdl") for name in (*DECODE_CALLS, "prefill_score", "exchanged")]
+    [(name, "enable_pdl") for name in (*DECODE_CALLS, "prefill_score", "fused", "exchanged")]
     + [(name, "tagged") for name in DECODE_CALLS if name.startswith("decode")]
-    + [("merge", "prefill"), ("exchanged", "prefill"), ("prefill_score", "initialize"), ("prefill_score", "compact")],
+    + [("merge", "prefill"), ("exchanged", "prefill"), ("prefill_score", "initialize"), ("prefill_score", "compact")]
+    + [("fused", "compact")],
 )
 def test_flags_must_be_bools(name: str, argument: str) -> None:
     call = make_call(name)
@@ -826,6 +880,13 @@ def test_flags_must_be_bools(name: str, argument: str) -> None:
 @pytest.mark.parametrize("backend", ("", "CAKE", "cutlass", None, 1, ["cake"], {}), ids=repr)
 def test_unknown_backends_are_refused(name: str, backend: Any) -> None:
     make_call(name).refuses(f"backend must be .*'cake'.*'torch'.*, was {re.escape(repr(backend))}", backend=backend)
+
+
+@pytest.mark.parametrize("name", ("prefill_score", "fused"))
+@pytest.mark.parametrize("accumulation", ("", "EXACT", "fp32", None, 1, True, ["exact"], {}), ids=repr)
+def test_unknown_accumulations_are_refused(name: str, accumulation: Any) -> None:
+    says = rf"accumulation must be one of \('tensor', 'exact'\), was {re.escape(repr(accumulation))}"
+    make_call(name).refuses(says, accumulation=accumulation)
 
 
 @pytest.mark.parametrize("name", ("score", "publish", "publish+", "merge", "merge+", *PREFILL_FUNCTIONS))
@@ -875,12 +936,16 @@ ALLOWED: tuple[tuple[str, str, tuple[Callable[[torch.Tensor], torch.Tensor], ...
     ("prefill_score", "block_table", (wider(1, 0), wider(9, 0))),
     ("select_prefill", "scores", PLANES),
     ("select_prefill", "carrier", CARRIERS),
+    ("fused", "k", (wider(16, 0, 0), wider(208, 0, 0), wider(8192, 0, 0))),
+    ("fused", "block_table", (wider(1, 0), wider(9, 0))),
+    ("fused", "carrier", CARRIERS),
     ("exchanged", "recv_slot", ROWS),
     ("exchanged", "output", PLANES),
     ("local", "index_k", (wider(16, 0, 0), wider(208, 0, 0))),
     ("local", "block_table", (wider(1, 0), wider(9, 0))),
     ("local", "score_scratch", (*PLANES, lambda t: torch.cat((t, t, t)))),
     ("local", "carrier_view", CARRIERS),
+    ("fused_local", "carrier_view", CARRIERS),
     ("prefill_merge", "received", ROWS),
     ("prefill_merge", "output", PLANES),
 )
@@ -945,7 +1010,7 @@ def test_the_stride_of_a_dimension_of_one_is_free(name: str, stride: int) -> Non
     call()
     plain()
     for key in ("score_out", "scores", "output", "max_score", "score_scratch", "carrier", "carrier_view"):
-        if key in plain.arguments:
+        if plain.arguments.get(key) is not None:
             assert torch.equal(call.arguments[key], plain.arguments[key])
 
 
@@ -1074,6 +1139,7 @@ PREPARE: dict[str, tuple[Any, ...]] = {
     "max_model_len": (0, -1, True, 1.0, "1", None),
     "num_sparse_layers": (0, -1, True, 1.0, "1", None),
     "spin_limit": (0, 2**31, True, 1.0, "1", None),
+    "accumulation": ("", "EXACT", None, 1, True, ["exact"]),
     "backend": ("", "CAKE", None, 1, ["cake"]),
     "device": ("bogus", "cpu:x", None, -1, 1.5, []),
 }
@@ -1344,6 +1410,10 @@ def larger(tensor: torch.Tensor, *extra: int) -> torch.Tensor:
         ("local", "block_table", (0, 3)),
         ("local", "score_scratch", (2, 0, 3)),
         ("local", "window_plan.packed_work_info", (5,)),
+        ("fused", "block_table", (0, 3)),
+        ("fused", "pool", (64,)),
+        ("fused", "plan.packed_work_info", (5,)),
+        ("fused_local", "pool", (64,)),
         ("exchanged", "recv_slot", (0, 0, 3, 0)),
         ("prefill_merge", "received", (0, 0, 3, 0)),
     ),
@@ -1382,7 +1452,7 @@ def test_a_finite_scale_is_not_applied() -> None:
         assert torch.equal(call["max_score"], scores)
 
 
-@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("local", "window_plan")))
+@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("fused", "plan"), ("local", "window_plan")))
 def test_something_else_than_a_plan_is_refused(name: str, argument: str) -> None:
     call = make_call(name)
     fields = vars(call[argument])
@@ -1391,7 +1461,7 @@ def test_something_else_than_a_plan_is_refused(name: str, argument: str) -> None
         call.refuses(says, **{argument: value})
 
 
-@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("local", "window_plan")))
+@pytest.mark.parametrize(("name", "argument"), (("prefill_score", "plan"), ("fused", "plan"), ("local", "window_plan")))
 @pytest.mark.parametrize("batch", (-1, 0, 2, 4, "3", None, 3.0, [3], True, torch.tensor(3)), ids=repr)
 def test_a_plan_knows_its_number_of_segments(name: str, argument: str, batch: Any) -> None:
     says = rf"{argument}\.batch must be (an integer|in \[3, 3\]), was {re.escape(repr(batch))}"
@@ -1427,6 +1497,45 @@ def test_compact_scores_are_a_column_a_page() -> None:
     call.refuses(r"max_score must have .*5 .*\[4, 4, 3\]", max_score=torch.full((4, 4, 3), 5.0))
     call(max_score=call["max_score"][..., :3], compact=True)
     assert (call["max_score"][..., :3] != 5).all() and (call["max_score"][..., 3:] == 5).all()
+
+
+def test_lists_have_a_column_a_page() -> None:
+    says = "compact must be True for 256-token pages, of which lists have a column each, was False"
+    make_call("fused", "p256_tp2").refuses(says, compact=False)
+
+
+def test_a_window_of_any_width_is_fused() -> None:
+    """Where a selection takes rows of fewer than 12288 columns."""
+    call = make_call("fused_local")
+    table = larger(call["block_table"], 0, 12288 - call["block_table"].shape[1])
+    call(block_table=table, **{"window_plan.columns": 12288})
+    assert (call["carrier_view"] != -7).all()
+
+
+def test_segments_beyond_the_tokens_need_no_lists() -> None:
+    problem = PrefillProblem.random(LAYOUTS["p128_tp2"], query_lens=[1, 0, 1, *[0] * 9], kv_lens=[9] * 12)
+    plan = make_plan_call(problem)()
+    call = make_call("fused")
+    pool = torch.zeros(2 * 32 << 10, dtype=torch.uint8)  # two items
+    arguments = {
+        "q": problem.index_q,
+        "k": problem.shard(0),
+        "block_table": problem.block_table,
+        "plan": plan,
+        "num_valid_pages": problem.num_valid_pages,
+        "carrier": torch.full((4, 2, 33), -7, dtype=torch.int32),
+    }
+    call.refuses(r"pool must have at least 65536 .*had shape \[65528\]", **arguments, pool=pool[:-8])
+    call(**arguments, pool=pool)
+    assert (arguments["carrier"][..., 16] == 0).all()
+
+
+def test_a_pool_is_checked_for_short_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_tuning, "PREFILL", {("cpu", "p128_tp2"): PrefillTuning(fused=True, short_tokens=4)})
+    call = make_call("fused_local")
+    call.refuses(r"pool must have at least 98304 .*had shape \[98296\]", pool=call["pool"][:-8])
+    call()
+    assert (call["carrier_view"] != -7).all() and (call["pool"] == 255).all()
 
 
 def empty_window(segments: int, items: int) -> Call:
@@ -1465,7 +1574,9 @@ def test_the_limits_of_a_window(segments: int, total_q: int, max_seq_len: int, s
     plan = call(**bounds)
     assert (plan.batch, plan.total_q, plan.columns) == (segments, total_q, math.ceil(max_seq_len / 128))
     # No segment has a token, so there is an empty range and no item.
-    assert plan.packed_work_range.tolist() == [0] and (plan.packed_work_info == -1).all()
+    room = max_items(total_q, segments)
+    assert plan.packed_work_range.tolist() == [0] and not plan.packed_work_info[:room].any()
+    assert (plan.packed_work_info[room:] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -1494,12 +1605,6 @@ def test_an_indexer_takes_no_more_segments_than_sequences() -> None:
     call = Call(indexer.prefill_window_plan, arguments, [indexer._work_range, indexer._work_info])
     call.refuses(r"segments of qo_segment_lens must be in \[0, 2\], was 3")
     assert call(**{rule.name: call[rule.name][:-1] for rule in SEGMENTS}).batch == 2
-
-
-def test_a_prefill_pool_is_refused_until_there_is_a_fused_chain() -> None:
-    for pool in (torch.zeros(8, dtype=torch.uint8), 0, ()):
-        says = f"pool must be None, as there is no fused chain, was {type(pool).__name__}"
-        make_call("local").refuses(says, pool=pool)
 
 
 @pytest.mark.parametrize("name", ("plan", "window_plan"))

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashinfer_msa import msa_ops
+from flashinfer_msa import msa_ops, prefill_tuning
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
+from flashinfer_msa.prefill_tuning import PrefillTuning
 from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, group_plans
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -108,6 +109,7 @@ def limits(layout: Layout, **changes: Any) -> dict[str, Any]:
         "num_sparse_layers": 3,
         "device": "cpu",
         "spin_limit": 7,
+        "accumulation": "exact",
         "backend": "torch",
     }
     return {**values, **changes}
@@ -179,6 +181,21 @@ def test_nothing_is_fused_by_default_on_a_cpu(layout: Layout) -> None:
     for bad in (0, -1, True, 1.0, "1"):
         with pytest.raises(ValueError, match=f"^max_seq_len must .*was {bad!r}"):
             plan.prefill_scratch_shape(bad)
+
+
+@every_layout
+def test_a_measured_indexer_has_scratch_for_short_windows(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_tuning, "PREFILL", {("cpu", layout.name): PrefillTuning(fused=True, short_tokens=24)})
+    plan = prepare(layout)
+    assert plan.fused_prefill is True and plan.prefill_short_tokens == 24
+    # No more than a window has, and none where a selection could not read the rows.
+    assert prepare(layout, max_num_batched_tokens=9).prefill_short_tokens == 9
+    widest = 12272 * layout.page_size
+    assert prepare(layout, max_num_batched_tokens=9, max_model_len=widest).prefill_short_tokens == 9
+    assert prepare(layout, max_model_len=widest + 1).prefill_short_tokens == 0
+    assert prepare(layout, max_model_len=widest + 1).fused_prefill is True
+    other = next(each for each in LAYOUTS.values() if each != layout)
+    assert prepare(other).fused_prefill is False and prepare(other).prefill_short_tokens == 0
 
 
 # --- the decode chain -------------------------------------------------------------------------------------------------
@@ -619,7 +636,7 @@ def test_plan_storage_does_not_grow_with_segments_that_must_be_empty() -> None:
     plan = large.prefill_window_plan(
         0, lens, lens, offsets, offsets, torch.zeros_like(lens), total_q=100, max_query_len=1, max_seq_len=1
     )
-    assert plan.packed_work_info[:100].tolist() == [59900 + i | 1 << 32 for i in range(100)]
+    assert plan.packed_work_info[:100].tolist() == [59900 + i | 1 << 32 | 1 << 48 for i in range(100)]
 
 
 def test_cake_refuses_a_pending_negation() -> None:

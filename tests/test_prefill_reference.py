@@ -13,12 +13,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashinfer_msa import msa_ops
+from flashinfer_msa import msa_ops, prefill_tuning
 from flashinfer_msa.backends import reference
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
+from flashinfer_msa.prefill_tuning import PrefillTuning
 from flashinfer_msa.score_plan import MSAIcpScorePlan
 from flashinfer_msa.simulate import PrefillProblem, brute_force_top16, exchange, run_local_prefill
+from flashinfer_msa.sizing import max_items
 
 INF = float("inf")
 NAN = float("nan")
@@ -82,7 +84,9 @@ def items_by_hand(
 
 
 def unpacked(work_info: torch.Tensor) -> list[tuple[int, int, int]]:
-    return [(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32) for word in work_info.tolist()]
+    words = work_info.tolist()
+    assert all(word >> 48 == 1 for word in words)
+    return [(word & 0xFFFF, word >> 16 & 0xFFFF, word >> 32 & 0xFFFF) for word in words]
 
 
 segment_lists = st.lists(
@@ -113,7 +117,7 @@ def test_a_plan_deals_every_unit_out_once(segments: list[tuple[int, int, int]], 
         int32(lens), int32(kv_lens), int32(positions), work_range, work_info, columns=columns, max_items=len(items) + 1
     )
     assert unpacked(work_info[: len(items)]) == items
-    assert (work_info[len(items) :] == -1).all()
+    assert work_info[len(items) :].tolist() == [0, -1]
 
     # The units in order, and those that the ranges name, one after the other.
     units = [(item, unit) for item, (_, _, blocks) in enumerate(items) for unit in range(units_of(blocks))]
@@ -171,7 +175,9 @@ def test_a_host_plan_equals_a_device_plan(window: dict[str, Any]) -> None:
     device = device_plan(problem)
     items = items_by_hand(problem.query_lens, problem.seq_lens.tolist(), problem.positions, device.columns)
     assert unpacked(host.packed_work_info[: len(items)]) == unpacked(device.packed_work_info[: len(items)]) == items
-    assert (host.packed_work_info[len(items) :] == 0).all() and (device.packed_work_info[len(items) :] == -1).all()
+    room = max_items(device.total_q, device.batch)
+    assert (host.packed_work_info[len(items) :] == 0).all() and (device.packed_work_info[len(items) : room] == 0).all()
+    assert (device.packed_work_info[room:] == -1).all()
     for name, value in vars(device).items():
         if name == "workspace":
             assert value.nbytes == host.workspace.nbytes == 32 << 20
@@ -452,6 +458,114 @@ def test_selection_stops_at_the_candidate_limit() -> None:
     assert carrier[0, 0, 16:32].tolist() == [*range(11), *range(8187, 8192)]
 
 
+# --- the fused chain --------------------------------------------------------------------------------------------------
+
+
+def poisoned_pool(plan: MSAIcpScorePlan) -> torch.Tensor:
+    """A pool for exactly the items that a plan may have; a CPU counts as one multiprocessor."""
+    return torch.full((max_items(plan.total_q, plan.batch) * 32 << 10,), 255, dtype=torch.uint8)
+
+
+def fused_rows(
+    problem: PrefillProblem, plan: MSAIcpScorePlan, rank: int, valid: torch.Tensor, forced: tuple[int, int], **form: Any
+) -> torch.Tensor:
+    """The carrier ``[4, T, 33]`` of `msa_icp_prefill_score_select`, which is written into a larger one."""
+    tokens = plan.total_q
+    buffer = torch.full((4, tokens + 3, 35), NOBODY, dtype=torch.int32)
+    rows = buffer[:, 1 : tokens + 1, :33]
+    pool = poisoned_pool(plan)
+    msa_ops.msa_icp_prefill_score_select(
+        problem.index_q,
+        problem.shard(rank),
+        problem.block_table,
+        plan,
+        valid,
+        pool,
+        rows,
+        rank=rank,
+        tp=problem.layout.world_size,
+        compact=problem.layout.page_size == 256,
+        force_begin_blocks=forced[0],
+        force_end_blocks=forced[1],
+        backend="torch",
+        **form,
+    )
+    around = buffer.clone()
+    around[:, 1 : tokens + 1, :33] = NOBODY
+    assert (around == NOBODY).all() and (pool == 255).all()
+    return rows
+
+
+def separate_rows(
+    problem: PrefillProblem, plan: MSAIcpScorePlan, rank: int, valid: torch.Tensor, forced: tuple[int, int], **form: Any
+) -> torch.Tensor:
+    """The carrier of scorer and selection in turn."""
+    layout, compact = problem.layout, problem.layout.page_size == 256
+    plane = torch.full((plan.total_q, 4, math.ceil(plan.columns / (2 if compact else 1))), UNTOUCHED)
+    score(problem, plan, plane, rank, initialize=True, compact=compact, **form)
+    carrier = torch.full((4, plan.total_q, 33), NOBODY, dtype=torch.int32)
+    msa_ops.msa_icp_topk_select_prefill(
+        plane,
+        valid,
+        carrier,
+        force_begin_blocks=forced[0],
+        force_end_blocks=forced[1],
+        index_scale=layout.index_scale,
+        index_offset=layout.index_offset(rank),
+        backend="torch",
+    )
+    return carrier
+
+
+@every_layout
+@pytest.mark.parametrize("forced", FORCED)
+def test_the_fused_chain_makes_the_same_rows(layout: Layout, window: dict[str, Any], forced: tuple[int, int]) -> None:
+    problem = PrefillProblem.random(layout, **window, seed=3, special=True, page_pitch_extra=48)
+    plan = device_plan(problem, total_q=len(problem.index_q))
+    fewer = problem.num_valid_pages.clone()
+    fewer[::3] = 0
+    fewer[1::3] //= 2
+    for rank in range(layout.world_size):
+        for valid in (problem.num_valid_pages, fewer):
+            expected = separate_rows(problem, plan, rank, valid, forced)
+            for accumulation in ("tensor", "exact"):
+                rows = fused_rows(problem, plan, rank, valid, forced, accumulation=accumulation)
+                assert torch.equal(rows, expected), (rank, accumulation)
+    without = problem.num_valid_pages == 0
+    assert (rows[:, without, 16:32] == -1).all() and (rows[..., 32] == 1).all()
+
+
+@every_layout
+def test_candidates_of_the_fused_chain_end_with_the_plans_columns(layout: Layout) -> None:
+    """Also where a token may select more blocks than it sees, and where the rank holds none of the blocks."""
+    problem = PrefillProblem.random(layout, query_lens=[4, 3], kv_lens=[1700, 200])
+    for columns in (1, 2, 5):
+        plan = device_plan(problem, max_seq_len=128 * columns)
+        for rank in range(layout.world_size):
+            rows = fused_rows(problem, plan, rank, int32([99] * 7), (0, 1))
+            held = [
+                block
+                for block in range(columns)
+                if layout.page_size == 128 or block % 2 == rank * 2 // layout.world_size
+            ]
+            assert rows[:, :, 16:32].tolist() == [[held + [-1] * (16 - len(held))] * 7] * 4
+
+
+def test_the_fused_chain_stops_at_the_candidate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, blocks = LAYOUTS["p128_tp2"], 8200
+    problem = PrefillProblem.random(layout, query_lens=[1], kv_lens=[128])
+    # Every page is the same one, so all blocks tie.
+    problem = replace(
+        problem,
+        block_table=torch.zeros(1, blocks, dtype=torch.int32),
+        seq_lens=int32([128 * blocks]),
+        positions=(128 * blocks - 1,),
+    )
+    monkeypatch.setattr(reference, "_DOTS_PER_CHUNK", 1 << 17)
+    rows = fused_rows(problem, device_plan(problem), 0, int32([blocks]), (0, 16))
+    assert rows[:, 0, 16:32].tolist() == [[*range(8), *range(8184, 8192)]] * 4
+
+
 # --- the chain --------------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +595,9 @@ def indexers(layout: Layout, forced: tuple[int, int] = (1, 2), **changes: Any) -
     ]
 
 
-def run_step(plans: Sequence[MSAIcpIndexerPlan], problem: PrefillProblem, tokens: int) -> torch.Tensor:
+def run_step(
+    plans: Sequence[MSAIcpIndexerPlan], problem: PrefillProblem, tokens: int, fused: bool = False
+) -> torch.Tensor:
     """The owners' outputs side by side, ``[T, 4, 16]``, of a step in windows of ``tokens``."""
     total = sum(problem.query_lens)
     carriers = []
@@ -490,8 +606,9 @@ def run_step(plans: Sequence[MSAIcpIndexerPlan], problem: PrefillProblem, tokens
         # Larger than the step, and not written past it.
         carrier = torch.full((4, total + 3, 33), NOBODY, dtype=torch.int32)
         pitch = plan.prefill_scratch_shape(problem.bounds["max_seq_len"])[2]
-        scratch = torch.full((tokens + 2, 4, pitch), UNTOUCHED)
-        run_local_prefill(plan, problem, keys, scratch, carrier, tokens)
+        scratch = None if fused else torch.full((tokens + 2, 4, pitch), UNTOUCHED)
+        pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8) if fused else None
+        run_local_prefill(plan, problem, keys, scratch, carrier, tokens, pool)
         assert (carrier[:, total:] == NOBODY).all() and (carrier[:, :total, 32] == 1).all()
         carriers.append(carrier[:, :total])
     outputs = []
@@ -520,6 +637,7 @@ def test_a_step_equals_the_unsharded_top16(layout: Layout, window: dict[str, Any
     expected = unsharded(problem, forced)
     for tokens in (total, max(total // 3, 1)):
         assert torch.equal(run_step(plans, problem, tokens), expected), tokens
+        assert torch.equal(run_step(plans, problem, tokens, fused=True), expected), tokens
 
 
 @settings(max_examples=25, deadline=None)
@@ -624,6 +742,19 @@ def test_the_facade_equals_the_functions(layout: Layout) -> None:
         assert torch.equal(*carriers)
         assert torch.equal(scratch[:71, :, :columns], plane)
         assert (scratch[71:] == UNTOUCHED).all() and (scratch[..., columns:] == UNTOUCHED).all()
+        # With a pool, scratch that is there all the same is left alone.
+        fused = torch.full((4, 71, 33), NOBODY, dtype=torch.int32)
+        indexer.prefill_local(
+            problem.index_q,
+            problem.shard(rank),
+            problem.block_table,
+            window_plan,
+            scratch.fill_(UNTOUCHED),
+            problem.num_valid_pages,
+            fused,
+            pool=poisoned_pool(window_plan),
+        )
+        assert torch.equal(fused, carriers[0]) and (scratch == UNTOUCHED).all()
         # And a merge of the exchanged rows.
         outputs = [torch.full((71, indexer.heads_per_rank, 16), NOBODY, dtype=torch.int32) for _ in "ab"]
         received = exchange(carriers[:1] * layout.world_size, indexer)
@@ -639,6 +770,33 @@ def test_the_facade_equals_the_functions(layout: Layout) -> None:
             backend="torch",
         )
         assert torch.equal(*outputs) and (outputs[0] != NOBODY).all()
+
+
+@every_layout
+def test_short_windows_run_in_the_indexers_own_scratch(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_tuning, "PREFILL", {("cpu", layout.name): PrefillTuning(fused=True, short_tokens=30)})
+    rank = layout.world_size - 1
+    indexer = indexers(layout, max_model_len=4000)[rank]
+    scratch = indexer._short_scratch
+    assert scratch is not None and scratch.shape == (30, 4, indexer.prefill_score_columns)
+    longest = indexer.prefill_score_columns * layout.page_size  # beyond the indexer's own windows
+    for query_lens, kv_len, short in (([10, 20], 3000, True), ([10, 21], 3000, False), ([30], longest + 1, False)):
+        problem = PrefillProblem.random(layout, query_lens=query_lens, kv_lens=[kv_len] * len(query_lens), special=True)
+        plan = device_plan(problem)
+        carrier = torch.full((4, plan.total_q, 33), NOBODY, dtype=torch.int32)
+        scratch.fill_(UNTOUCHED)
+        indexer.prefill_local(
+            problem.index_q,
+            problem.shard(rank),
+            problem.block_table,
+            plan,
+            None,
+            problem.num_valid_pages,
+            carrier,
+            pool=poisoned_pool(plan),
+        )
+        assert torch.equal(carrier, separate_rows(problem, plan, rank, problem.num_valid_pages, (1, 2)))
+        assert bool((scratch != UNTOUCHED).any()) is short
 
 
 def test_windows_of_a_step_are_planned_side_by_side() -> None:
@@ -675,6 +833,7 @@ def test_a_window_without_a_segment_writes_nothing(layout: Layout) -> None:
         carrier,
     )
     score(problem, plan, scratch, indexer.rank)
+    assert (fused_rows(problem, plan, indexer.rank, problem.num_valid_pages, (1, 2)) == NOBODY).all()
     assert (scratch == UNTOUCHED).all() and (carrier == NOBODY).all()
 
 

@@ -65,7 +65,7 @@ def test_figures_are_those_of_the_record() -> None:
     """No figure is typed, and the plots are of the record: the script that writes them finds them as they are."""
     done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("roofline.svg", "latency.svg"):
+    for name in ("roofline.svg", "latency.svg", "prefill.svg"):
         assert f"(tests/gpu/{name})" in README.read_text()
 
 
@@ -78,7 +78,7 @@ def test_a_plot_of_other_rows_is_stale(
     next(row for row in section["bench"] if row["job"] == "decode_chain" and row["cold"])["us"] += 1
     assert [path.name for path in figures_script.stale_plots(section)] == ["latency.svg"]
     section["date"] = "2000-01-01"
-    assert len(figures_script.stale_plots(section)) == 2
+    assert len(figures_script.stale_plots(section)) == 3
     monkeypatch.setattr(figures_script, "PLOTS", {"roofline": tmp_path / "none.svg"})
     assert figures_script.stale_plots(section) == [tmp_path / "none.svg"]
 
@@ -107,3 +107,55 @@ def test_tables_of_rows_with_and_without_peers(figures_script: ModuleType, monke
         assert len(figures_script.figures(record)) < len(text)
     record["single"]["bench"] = []
     assert figures_script.figures(record)
+
+
+def prefill_row(layout: str, tokens: int, context: int, **figures: Any) -> dict[str, Any]:
+    """A row of a prefill window of cold keys."""
+    return {"layout": layout, "tokens": tokens, "ctx": context, "heads": 4, "cold": True, **figures}
+
+
+def test_tables_of_prefill_windows(figures_script: ModuleType) -> None:
+    """The exact scorer has a column of its own where it was measured; a window of which little was has no line."""
+    whole, short = ("P128-TP2", 8192, 131072), ("P128-TP4", 16, 8192)
+    rows = [
+        prefill_row(*whole, job="prefill_plan", us=4.0),
+        prefill_row(*whole, job="prefill_score", us=450.0, tflops=1200.0, ceiling_ratio=0.94),
+        prefill_row(*short, job="prefill_score", us=9.0, tflops=100.0, ceiling_ratio=0.1),
+    ]
+    text = "\n".join(figures_script.prefill_lines(rows))
+    assert "| tokens of context | layout | plan | score |\n" in text and "exact" not in text
+    assert "| 8192 of 128K | P128-TP2 | 4.0 us | 450 us: 1200 TFLOP/s (94%) |" in text and "16 of 8K" not in text
+    exact = prefill_row(*whole, job="prefill_score", name="exact", us=900.0, tflops=600.0, ceiling_ratio=0.91)
+    peer = {**rows[1], "peer": "Peer 1.0", "peer_us": 468.0, "speedup": 1.04}
+    text = "\n".join(figures_script.prefill_lines([*rows, exact, peer]))
+    assert "450 us: 1200 TFLOP/s (94%) | 900 us: 600 TFLOP/s (91%) |" in text and "of an FP16 one's" in text
+    assert text.endswith("| 8192 of 128K | P128-TP2 | 1.04x | - |")
+    assert figures_script.prefill_lines(rows[2:]) == []
+
+
+def test_tables_of_the_fused_prefill_chain_and_the_selection(figures_script: ModuleType) -> None:
+    """Windows are in the order of their contexts and tokens, each layout in its column."""
+    rows = []
+    for layout, tokens, context, us in (
+        ("P128-TP2", 8192, 131072, 450.0),
+        ("P128-TP2", 16, 8192, 9.0),
+        ("P256-TP4", 16, 8192, 7.0),
+    ):
+        case = (layout, tokens, context)
+        rows.append(prefill_row(*case, job="prefill_chain", us=1.0))
+        rows.append(prefill_row(*case, job="prefill_chain", name="score and select", us=2 * us))
+        rows.append(prefill_row(*case, job="prefill_fused", us=us, separate_ratio=0.5))
+    text = "\n".join(figures_script.fused_prefill_lines(rows))
+    assert text.endswith(
+        "| 16 of 8K | 9.0 / 18.0 us (0.50) | - | - | 7.0 / 14.0 us (0.50) |\n"
+        "| 8192 of 128K | 450.0 / 900.0 us (0.50) | - | - | - |"
+    )
+    assert figures_script.fused_prefill_lines([]) == figures_script.prefill_selection_lines(rows) == []
+    figures = {"us": 60.0, "bytes": 1 << 26, "tb_s": 1.12, "ceiling_ratio": 0.25}
+    scores = {"tokens": 8192, "ctx": 65536, "heads": 4, "cold": True}
+    text = "\n".join(
+        figures_script.prefill_selection_lines(
+            [{"job": "prefill_select", "name": "random scores", **scores, **figures}]
+        )
+    )
+    assert text.endswith("| 8192 x 4 x 512 | 60 us: 1.12 TB/s | 25% |")

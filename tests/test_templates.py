@@ -32,10 +32,16 @@ def test_unit_is_one_self_contained_source(unit: Unit) -> None:
 
 
 def test_names_are_unique() -> None:
+    """A kernel whose sums are exact anyway has the role of exact sums too; no other has two."""
     assert len({(unit.architecture.name, unit.name) for unit in UNITS}) == len(UNITS)
-    for name in ARCHITECTURES:
-        kernels = [kernel for unit in matrix.units([name]) for kernel in unit.kernels]
-        assert len({kernel.symbol for kernel in kernels}) == len(kernels)
+    for name, arch in ARCHITECTURES.items():
+        kernels = [(unit, kernel) for unit in matrix.units([name]) for kernel in unit.kernels]
+        assert len({(unit.layout, kernel.role) for unit, kernel in kernels}) == len(kernels)
+        jobs = {
+            (unit.layout, kernel.role if arch.wgmma else kernel.role.removesuffix("_exact")) for unit, kernel in kernels
+        }
+        symbols = {(unit.layout, kernel.symbol) for unit, kernel in kernels}
+        assert len({symbol for _, symbol in symbols}) == len(symbols) == len(jobs)
 
 
 def test_unknown_architecture_is_refused() -> None:

@@ -15,6 +15,7 @@ from .calls import (
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    PrefillScoreSelect,
     ScorePublish,
     SelectPrefill,
     SelectPublish,
@@ -65,6 +66,9 @@ class Backend(Protocol):
 
     def select_prefill(self, call: SelectPrefill) -> None:
         """Select each row's Top16 into carrier rows."""
+
+    def prefill_score_select(self, call: PrefillScoreSelect) -> None:
+        """Score and select a prefill window into carrier rows without score rows."""
 
     def prefill_local(self, call: PrefillLocal) -> None:
         """Run the facade's scorer and selection."""

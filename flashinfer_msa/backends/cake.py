@@ -17,6 +17,7 @@ from .calls import (
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    PrefillScoreSelect,
     PublishHalf,
     ScorePublish,
     SelectPrefill,
@@ -101,6 +102,10 @@ class CakeBackend:
         """Launch the prefill selection."""
         _require_resolved("scores", call.scores)
         native.call("select_prefill", True, *call)
+
+    def prefill_score_select(self, call: PrefillScoreSelect) -> None:
+        """Launch the fused prefill scorer and selection."""
+        native.call("prefill_score_select", True, *call.arguments())
 
     def prefill_local(self, call: PrefillLocal) -> None:
         """Launch the facade's scorer and selection."""

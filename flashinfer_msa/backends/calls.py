@@ -147,6 +147,7 @@ class PrefillScore(NamedTuple):
     initialize: bool
     compact: bool
     enable_pdl: bool
+    exact: bool
 
     def arguments(self) -> tuple[Any, ...]:
         """What the launcher takes."""
@@ -165,8 +166,31 @@ class SelectPrefill(NamedTuple):
     index_offset: int
 
 
+class PrefillScoreSelect(NamedTuple):
+    """A call of the fused prefill scorer and selection."""
+
+    q: Tensor
+    k: Tensor
+    block_table: Tensor
+    plan: MSAIcpScorePlan
+    rank: int
+    tp: int
+    num_valid_pages: Tensor
+    pool: Tensor
+    carrier: Tensor
+    compact: bool
+    force_begin_blocks: int
+    force_end_blocks: int
+    enable_pdl: bool
+    exact: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return (*self[:3], *_plan_arguments(self.plan), *self[4:])
+
+
 class PrefillLocal(NamedTuple):
-    """A call of the facade's prefill scorer and selection."""
+    """A call of the facade's prefill scorer and selection; with a ``pool``, of the fused ones."""
 
     query: Tensor
     index_k: Tensor
@@ -174,17 +198,30 @@ class PrefillLocal(NamedTuple):
     window_plan: MSAIcpScorePlan
     rank: int
     world_size: int
-    score_scratch: Tensor
+    score_scratch: Tensor | None
     num_valid_pages: Tensor
     carrier_view: Tensor
     force_begin_blocks: int
     force_end_blocks: int
     index_scale: int
     index_offset: int
+    pool: Tensor | None
+    short_scratch: Tensor | None
+    exact: bool
 
     def arguments(self) -> tuple[Any, ...]:
         """What the launcher takes."""
         return (*self[:3], *_plan_arguments(self.window_plan), *self[4:])
+
+    def scores(self) -> Tensor | None:
+        """Where the scores of a checked call go, ``[total_q, 4, a column a page]``; None for the fused chain."""
+        tokens, columns = self.window_plan.total_q, ceil_div(self.window_plan.columns, self.index_scale)
+        scratch = self.score_scratch
+        if self.pool is not None:
+            scratch = self.short_scratch
+            if scratch is None or tokens > scratch.shape[0] or columns > scratch.shape[2]:
+                return None
+        return scratch[:tokens, :, :columns]
 
 
 class PrefillMerge(NamedTuple):

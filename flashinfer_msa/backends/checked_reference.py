@@ -20,6 +20,7 @@ from .calls import (
     PrefillMerge,
     PrefillPlan,
     PrefillScore,
+    PrefillScoreSelect,
     PublishHalf,
     ScorePublish,
     SelectPrefill,
@@ -217,7 +218,7 @@ class TorchBackend:
         _require_torch(call)
         if call.plan.batch > 0:
             reference.prefill_index_score(
-                **_fields(call, "tp", "sm_scale", "enable_pdl"), layout=_layout_of(call.k, call.tp)
+                **_fields(call, "tp", "sm_scale", "enable_pdl", "exact"), layout=_layout_of(call.k, call.tp)
             )
 
     @torch.inference_mode()
@@ -229,6 +230,16 @@ class TorchBackend:
             reference.select_prefill(**call._asdict())
 
     @torch.inference_mode()
+    def prefill_score_select(self, call: PrefillScoreSelect) -> None:
+        """Score into a plane of its own, and select in torch."""
+        native.call("prefill_score_select", False, *call.arguments())
+        _require_torch(call)
+        if call.plan.batch > 0:
+            reference.prefill_score_select(
+                **_fields(call, "tp", "pool", "compact", "enable_pdl", "exact"), layout=_layout_of(call.k, call.tp)
+            )
+
+    @torch.inference_mode()
     def prefill_local(self, call: PrefillLocal) -> None:
         """The facade's scorer and selection in torch."""
         native.call("prefill_local", False, *call.arguments())
@@ -236,7 +247,21 @@ class TorchBackend:
         plan, layout = call.window_plan, _layout_of(call.index_k, call.world_size)
         if plan.batch == 0:
             return
-        scores = call.score_scratch[: plan.total_q, :, : ceil_div(plan.columns, layout.index_scale)]
+        scores = call.scores()
+        if scores is None:
+            reference.prefill_score_select(
+                call.query,
+                call.index_k,
+                call.block_table,
+                plan,
+                call.num_valid_pages,
+                call.carrier_view,
+                layout=layout,
+                rank=call.rank,
+                force_begin_blocks=call.force_begin_blocks,
+                force_end_blocks=call.force_end_blocks,
+            )
+            return
         reference.prefill_index_score(
             call.query,
             call.index_k,

@@ -98,8 +98,8 @@ def prefill_plan(
     Lengths and positions are int32 ``[B]``. Segments are cut into items of 64 query tokens, the blocks that an item's
     last token sees (at most ``columns``) into units of 4 blocks, ahead of which 2 units stand for the item's start, and
     the units of all items, in order, into ranges whose lengths differ by at most one. An item is packed as
-    ``segment | tile << 16 | blocks << 32``, a range as ``item | unit << 16 | units << 32``, its start and its length;
-    an empty one is 0. At most ``max_items`` are planned.
+    ``segment | tile << 16 | blocks << 32 | 1 << 48``, a range as ``item | unit << 16 | units << 32``, its start and its
+    length; an empty one is 0. At most ``max_items`` are planned, and where there are fewer the rest are 0.
     """
     lens = qo_segment_lens.long().clamp(min=0)
     items = ((lens + ITEM_TOKENS - 1) // ITEM_TOKENS).clamp(max=max_items)
@@ -108,7 +108,8 @@ def prefill_plan(
     tokens = torch.minimum(lens[segment], (tile + 1) * ITEM_TOKENS)
     seen = torch.minimum(qo_offset.long()[segment] + tokens, kv_segment_lens.long()[segment])
     blocks = ((seen.clamp(min=0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS).clamp(max=columns)
-    packed_work_info[: len(segment)] = segment | tile << 16 | blocks << 32
+    packed_work_info[: len(segment)] = segment | tile << 16 | blocks << 32 | 1 << 48
+    packed_work_info[len(segment) : max_items] = 0
 
     units_of = torch.where(blocks > 0, ITEM_UNITS + (blocks + UNIT_BLOCKS - 1) // UNIT_BLOCKS, 0)
     end_unit = units_of.cumsum(0)
@@ -199,6 +200,38 @@ def select_prefill(
     )
     carrier[..., :-1].copy_(words.transpose(0, 1))
     carrier[..., -1] = 1
+
+
+def prefill_score_select(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: torch.Tensor,
+    carrier: torch.Tensor,
+    *,
+    layout: Layout,
+    rank: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+) -> None:
+    """Score as ``prefill_index_score`` and select as ``select_prefill``, with no score rows of the caller's.
+
+    Candidates are the columns of ``plan.columns`` blocks, at most 8192; those without a visible key score ``-inf``.
+    """
+    scale, offset = layout.index_scale, layout.index_offset(rank)
+    columns = math.ceil((min(plan.columns, MAX_BLOCKS) - offset) / scale)
+    scores = torch.empty(plan.total_q, NUM_HEADS, columns, device=q.device)
+    prefill_index_score(q, k, block_table, plan, scores, layout=layout, rank=rank, initialize=True, compact=scale > 1)
+    select_prefill(
+        scores,
+        num_valid_pages,
+        carrier,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        index_scale=scale,
+        index_offset=offset,
+    )
 
 
 def select_rows(

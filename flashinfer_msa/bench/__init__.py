@@ -12,7 +12,15 @@ from .decode import DECODE_SHAPES, DecodeCase, DecodeShape, decode_rows, ragged_
 from .host import host_rows
 from .jobs import Jobs, Step
 from .peers import Peer, Peers, PeerShape, find_peers
-from .prefill import PREFILL_SHAPES, PrefillCase, PrefillShape, balance_rows, prefill_rows
+from .prefill import (
+    PREFILL_SHAPES,
+    PrefillCase,
+    PrefillShape,
+    balance_rows,
+    prefill_rows,
+    select_rows,
+    sweep_rows,
+)
 from .rows import Row, write_rows
 from .timing import at_least_min_calls, copies_of, graph_us
 
@@ -41,7 +49,9 @@ __all__ = [
     "memory_rows",
     "prefill_rows",
     "ragged_rows",
+    "select_rows",
     "selection_rows",
     "streaming_read_us",
+    "sweep_rows",
     "write_rows",
 ]

@@ -14,6 +14,8 @@ from .timing import COLD_BYTES, MIN_CALLS, graph_us, many_calls
 
 _READ_UNIT = 64 << 10
 """Bytes that a program of the reading kernel takes at a time, at most: it reads whole units."""
+_GEMM_SIZE = 8192
+"""Rows and columns of the matrices that are multiplied."""
 _CHAIN = 200
 """Tiny kernels in a chain."""
 
@@ -64,25 +66,23 @@ class Ceilings:
         return self._read_us[case]
 
     @functools.cached_property
-    def gemm(self) -> Row:
+    def fp8_gemm(self) -> Row:
         """The row of an FP8 matrix product."""
-        size = 8192
-        a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device="cuda")
+        scaled = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return _gemm_row("fp8_gemm", lambda: torch._scaled_mm(a, b.T, **scaled))
 
-        def multiply() -> None:
-            torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    @functools.cached_property
+    def fp16_gemm(self) -> Row:
+        """The row of an FP16 matrix product."""
+        a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.float16, device="cuda") for _ in range(2))
+        return _gemm_row("fp16_gemm", lambda: torch.matmul(a, b.T))
 
-        us = graph_us([multiply] * MIN_CALLS)
-        flops = 2 * size**3
-        return {
-            "job": "ceiling",
-            "name": "fp8_gemm",
-            "flops": flops,
-            "us": us,
-            "tflops": flops / us / 1e6,
-            "cold": False,
-        }
+
+def _gemm_row(name: str, multiply: Callable[[], Any]) -> Row:
+    us, flops = graph_us([multiply] * MIN_CALLS), 2 * _GEMM_SIZE**3
+    return {"job": "ceiling", "name": name, "flops": flops, "us": us, "tflops": flops / us / 1e6, "cold": False}
 
 
 def memory_rows() -> Iterator[Row]:

@@ -13,7 +13,7 @@ from .ceilings import Ceilings, launch_rows, memory_rows
 from .decode import CHAINS, DECODE_SHAPES, SCORE, DecodeShape, decode_rows, ragged_rows, selection_rows
 from .host import host_rows
 from .peers import Peers
-from .prefill import PREFILL_SHAPES, PrefillShape, balance_rows, prefill_rows
+from .prefill import PREFILL_SHAPES, SWEEPS, PrefillShape, balance_rows, prefill_rows, select_rows, sweep_rows
 from .rows import Row, finished, is_as_warm_as_it_says, keys_text
 
 
@@ -59,9 +59,9 @@ class Jobs:
         ]
 
     def prefill(self, shapes: Sequence[PrefillShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
-        """An FP8 matrix product, every part of a window, and with no ``shapes`` given a ragged window too."""
+        """Matrix products and every part of a window; with no ``shapes`` given, windows of many sizes and more."""
         return [
-            Step("matrix product", lambda: [self.ceilings.gemm]),
+            Step("matrix products", lambda: [self.ceilings.fp8_gemm, self.ceilings.fp16_gemm]),
             *(
                 Step(
                     f"{layout.title}, {shape.tokens} of {keys_text(shape.context)}, {_warmth(shape.cold)}",
@@ -71,7 +71,7 @@ class Jobs:
                 for shape in shapes or PREFILL_SHAPES
                 if shape.cold in temperatures
             ),
-            *([] if shapes or False not in temperatures else self._ragged_windows()),
+            *([] if shapes else self._fixed_prefill_steps(temperatures)),
         ]
 
     def host(self) -> list[Step]:
@@ -111,6 +111,25 @@ class Jobs:
         ]
         selection = [Step("publisher and merge", lambda: selection_rows(self.layouts))]
         return [*(ragged if True in temperatures else []), *(selection if False in temperatures else [])]
+
+    def _fixed_prefill_steps(self, temperatures: Sequence[bool]) -> list[Step]:
+        sweeps = [
+            Step(
+                f"{layout.title}, {min(tokens)} to {max(tokens)} of {keys_text(context)}, {_warmth(cold)}",
+                lambda layout=layout, context=context, tokens=tokens, cold=cold: sweep_rows(
+                    layout, context, tokens, self.ceilings, cold=cold
+                ),
+            )
+            for cold in temperatures
+            for layout in self.layouts
+            for context, tokens in SWEEPS.items()
+        ]
+        selection = [Step("selection of random scores", lambda: select_rows(self.ceilings))]
+        return [
+            *(selection if True in temperatures else []),
+            *sweeps,
+            *(self._ragged_windows() if False in temperatures else []),
+        ]
 
     def _ragged_windows(self) -> list[Step]:
         return [

@@ -15,22 +15,19 @@ from matplotlib.figure import Figure  # not pyplot, which keeps every figure and
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..layout import LAYOUTS
-from .rows import Row, bytes_text, keys_text, local_key_bytes, own_rows
+from .rows import Row, bytes_text, case_of, keys_text, local_key_bytes, own_rows
 from .series import SERIES
 
-_STYLES = dict(
-    zip(
-        (layout.title for layout in LAYOUTS.values()),
-        (
-            {"color": "#0072B2", "marker": "o"},
-            {"color": "#D55E00", "marker": "s"},
-            {"color": "#009E73", "marker": "^"},
-            {"color": "#CC79A7", "marker": "D"},
-        ),
-        strict=True,
-    )
+_LINES = (
+    {"color": "#0072B2", "marker": "o"},
+    {"color": "#D55E00", "marker": "s"},
+    {"color": "#009E73", "marker": "^"},
+    {"color": "#CC79A7", "marker": "D"},
 )
-"""Of the layouts: colours that everyone can tell apart, and markers."""
+"""Colours that everyone can tell apart, and markers."""
+_STYLES = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
+_PEER_MARKERS = ("<", ">", "v")
+_PEER_POINT = {"linestyle": "", "fillstyle": "none", "markersize": 8}
 _PEER_COLOURS = ("#000000", "#888888", "#E69F00")
 _CEILING = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
 _CEILING_POINTS = {**_CEILING, "marker": ".", "markersize": 4}
@@ -91,23 +88,44 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def prefill(rows: Sequence[Row], caption: str) -> Figure:
-    """The rate of the prefill scorer over tokens x context, a line a layout, under that of an FP8 matrix product."""
+    """The rate of the prefill scorer over the query tokens, under that of an FP8 matrix product.
+
+    A panel a layout and a line a context; peers, on as many operations, are points in the colours of the contexts.
+    """
     scores = [row for row in rows if row["job"] == "prefill_score"]
-    figure, axes = _start("Prefill scorer: rate of one rank", scores, caption)
-    for row in rows:
-        if row["job"] == "ceiling":
-            axes.axhline(row["tflops"], label="FP8 matrix product, 8192 x 8192 x 8192", **_CEILING)
-    for title, style in _STYLES.items():
-        points = ((row["tokens"] * row["ctx"], row["tflops"]) for row in scores if row["layout"] == title)
-        _line(axes, title, points, **style)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("rate, TFLOP/s")
-    axes.set_xscale("log", base=2)
-    cases = {row["tokens"] * row["ctx"]: f"{row['tokens']} x {keys_text(row['ctx'])}" for row in scores}
-    axes.set_xticks(list(cases), list(cases.values()), rotation=0 if len(cases) < 6 else 45)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("query tokens x context")
-    return _finish(figure, axes)
+    own = own_rows(scores)
+    rates = {case_of(row): row["tflops"] for row in own}
+    contexts = dict(zip(sorted({row["ctx"] for row in own}), itertools.cycle(_LINES), strict=False))
+    theirs = [row for row in scores if "peer" in row]
+    peers = dict(zip(dict.fromkeys(row["peer"] for row in theirs), itertools.cycle(_PEER_MARKERS), strict=False))
+    titles = [title for title in _STYLES if any(row["layout"] == title for row in own)]
+    figure, panels = _start_panels("Prefill scorer: rate of one rank", titles, scores, caption)
+    for title, axes in panels.items():
+        for row in rows:
+            if row["job"] == "ceiling":
+                axes.axhline(row["tflops"], label="FP8 matrix product,\n8192 x 8192 x 8192", **_CEILING)
+        for context, style in contexts.items():
+            case = {"layout": title, "ctx": context}
+            points = ((row["tokens"], row["tflops"]) for row in own if case.items() <= row.items())
+            _line(axes, f"context {keys_text(context)}", points, **style)
+            for peer, marker in peers.items():
+                found = [row for row in theirs if case.items() <= row.items() and row["peer"] == peer]
+                points = ((row["tokens"], rates[case_of(row)] / row["speedup"]) for row in found)
+                _line(axes, "", points, **{**style, **_PEER_POINT, "marker": marker})
+        for peer, marker in peers.items():
+            axes.plot([], [], label=peer, color="#555555", **_PEER_POINT, marker=marker)
+    tokens = sorted({row["tokens"] for row in own})
+    for axes in panels.values():
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [str(count) for count in tokens], rotation=0 if len(tokens) < 9 else 45, fontsize=7)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("query tokens")
+        axes.set_ylabel("rate, TFLOP/s")
+        axes.set_ylim(bottom=0)
+    drawn = [axes.get_legend_handles_labels() for axes in panels.values()]
+    lines = {label: line for handles, labels in drawn for line, label in zip(handles, labels, strict=True)}
+    figure.legend(lines.values(), lines, loc="outside right upper", fontsize=8, frameon=False)
+    return figure
 
 
 PLOTS: dict[str, Callable[[Sequence[Row], str], Figure]] = {
@@ -135,14 +153,45 @@ def _start(title: str, rows: Sequence[Row], caption: str) -> tuple[Figure, Axes]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=11)
+    _caption(figure, rows, caption)
+    _plain(axes)
+    return figure, axes
+
+
+def _start_panels(
+    title: str, names: Sequence[str], rows: Sequence[Row], caption: str
+) -> tuple[Figure, dict[str, Axes]]:
+    """The same with a panel a name, two in a line, all on the same scales."""
+    lines, columns = -(-len(names) // 2), min(len(names), 2)
+    figure = Figure(figsize=(4 + 3 * columns, 2 + 3 * lines), layout="constrained")
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    _caption(figure, rows, caption)
+    if not names:
+        return figure, {}
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for axes in grid[len(names) :]:
+        axes.remove()
+    panels = dict(zip(names, grid, strict=False))
+    for name, axes in panels.items():
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelbottom=True, labelleft=True)
+        _plain(axes)
+    return figure, panels
+
+
+def _caption(figure: Figure, rows: Sequence[Row], caption: str) -> None:
+    """Say at the foot where, when and on what keys the plot was measured."""
     warmth = "cold" if any(row["cold"] for row in rows) else "warm"
     figure.supxlabel(
         f"{caption}; {warmth} keys, medians of CUDA graph replays", fontsize=8, color="#555555", x=0.98, ha="right"
     )
+
+
+def _plain(axes: Axes) -> None:
+    """A light grid, and no frame."""
     axes.grid(True, which="major", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _line(axes: Axes, label: str, points: Iterable[tuple[float, float]], **style: Any) -> None:

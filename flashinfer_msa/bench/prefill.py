@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill of one rank: planner, scorer, selection, merge, and their chain, of one window."""
+"""Prefill of one rank: planner, scorer, selection, merge, and the chains of them, of one window."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from ..score_plan import MSAIcpScorePlan
 from ..simulate import group_plans, random_e4m3
+from ..sizing import MAX_WINDOW_TOKENS
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
@@ -38,6 +40,7 @@ class PrefillCase:
     lengths: tuple[torch.Tensor, ...]
     num_valid_pages: torch.Tensor
     scratch: torch.Tensor
+    pool: torch.Tensor
     carrier: torch.Tensor
     output: torch.Tensor
 
@@ -62,9 +65,7 @@ class PrefillCase:
         counts = [-(-context // layout.page_size) for context in contexts]
         keys = copies_of(random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator), cold=cold)
         pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
-        positions = [context - length for length, context in segments]
-        offsets = [list(itertools.accumulate(values, initial=0)) for values in (lens, contexts)]
-        seen = [torch.arange(p + 1, c + 1, dtype=torch.int32) for p, c in zip(positions, contexts, strict=True)]
+        seen = [torch.arange(context - length + 1, context + 1, dtype=torch.int32) for length, context in segments]
         return cls(
             layout=layout,
             segments=segments,
@@ -72,21 +73,49 @@ class PrefillCase:
             query=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
-            lengths=tuple(
-                torch.tensor(values, dtype=torch.int32, device="cuda")
-                for values in (lens, contexts, *offsets, positions)
-            ),
+            lengths=cls._lengths(segments),
             num_valid_pages=(torch.cat(seen).cuda() + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
             scratch=torch.empty(tokens, NUM_HEADS, plan.prefill_score_columns, device="cuda"),
+            pool=torch.empty(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda"),
             carrier=torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda"),
             output=torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+        )
+
+    @staticmethod
+    def _lengths(segments: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+        """The planner's inputs: query and key lengths, offsets of both, and positions of the first query tokens."""
+        lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
+        offsets = [list(itertools.accumulate(values, initial=0)) for values in (lens, contexts)]
+        positions = [context - tokens for tokens, context in segments]
+        return tuple(
+            torch.tensor(values, dtype=torch.int32, device="cuda") for values in (lens, contexts, *offsets, positions)
+        )
+
+    def last(self, tokens: int) -> PrefillCase:
+        """The last ``tokens`` of a case of one segment, in the same storage."""
+        ((_, context),) = self.segments
+        segments = [(tokens, context)]
+        return replace(
+            self,
+            segments=segments,
+            query=self.query[-tokens:],
+            lengths=self._lengths(segments),
+            num_valid_pages=self.num_valid_pages[-tokens:],
+            scratch=self.scratch[:tokens],
+            carrier=self.carrier[:, :tokens],
+            output=self.output[:tokens],
         )
 
     @property
     def shape(self) -> Row:
         """What a row says of the case."""
-        tokens, context = sum(tokens for tokens, _ in self.segments), max(context for _, context in self.segments)
-        return {"layout": self.layout.title, "tokens": tokens, "ctx": context, "heads": NUM_HEADS}
+        return {
+            "layout": self.layout.title,
+            "tokens": sum(tokens for tokens, _ in self.segments),
+            "ctx": max(context for _, context in self.segments),
+            "heads": NUM_HEADS,
+            "cold": len(self.keys) > 1,
+        }
 
     @property
     def flops(self) -> float:
@@ -104,7 +133,7 @@ class PrefillCase:
             max_seq_len=self.shape["ctx"],
         )
 
-    def score(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
+    def score(self, window: MSAIcpScorePlan, keys: torch.Tensor, accumulation: str = "tensor") -> None:
         """Launch the scorer alone, as the facade does."""
         msa_ops.msa_icp_index_score_sharded(
             self.query,
@@ -116,6 +145,7 @@ class PrefillCase:
             initialize=False,
             tp=self.layout.world_size,
             compact=self.layout.index_scale > 1,
+            accumulation=accumulation,
         )
 
     def select(self) -> None:
@@ -134,6 +164,22 @@ class PrefillCase:
         """Launch scorer and selection."""
         self.plan.prefill_local(
             self.query, keys, self.block_table, window, self.scratch, self.num_valid_pages, self.carrier
+        )
+
+    def fused(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
+        """Launch the fused chain of both, whatever the facade's choice for so many tokens is."""
+        msa_ops.msa_icp_prefill_score_select(
+            self.query,
+            keys,
+            self.block_table,
+            window,
+            self.num_valid_pages,
+            self.pool,
+            self.carrier,
+            rank=0,
+            tp=self.layout.world_size,
+            compact=self.layout.index_scale > 1,
+            force_end_blocks=1,
         )
 
     def merge(self) -> None:
@@ -155,34 +201,44 @@ PREFILL_SHAPES = [
     for cold in (True, False)
     for tokens, context in ((8192, 128 << 10), (2048, 128 << 10), (8192, 8 << 10))
 ]
-"""What is measured unless something else is asked for."""
+"""Windows of which every part is measured unless something else is asked for."""
+
+_SWEEP_TOKENS = (1, 16, 64, 256, 1024, 2048, 8192)
+SWEEPS = {
+    context: [tokens for tokens in _SWEEP_TOKENS if PrefillShape(tokens, context, True) not in PREFILL_SHAPES]
+    for context in (8 << 10, 32 << 10, 128 << 10, 200 << 10)
+}
+"""Query tokens, by context, of the windows of which the scorer and both local chains are measured besides."""
+_SWEEP_REPLAYS = 5
+"""There are many of these windows, and every one is captured three times."""
+
+SELECT_COLUMNS = (512, 1024, 8192)
+"""Columns of ready scores that the selection is timed on."""
 
 
 def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers: Peers | None = None) -> Iterator[Row]:
-    """Planner, scorer, selection, merge and their chain; the exchange is not in it. Peers score and select alone."""
+    """Planner, scorer, selection, merge and chains; the exchange is not in them. Peers score and select alone."""
     case = PrefillCase.make(layout, [shape[:2]], cold=shape.cold)
-    common: Row = {**case.shape, "cold": shape.cold}
-    keys = at_least_min_calls(case.keys)
-    yield {"job": "prefill_plan", **common, "us": graph_us([case.make_plan] * MIN_CALLS)}
+    yield {"job": "prefill_plan", **case.shape, "us": graph_us([case.make_plan] * MIN_CALLS)}
     window = case.make_plan()
-    us = graph_us([lambda k=k: case.score(window, k) for k in keys])
-    tflops = case.flops / us / 1e6
-    speed: Row = {"flops": case.flops, "tflops": tflops, "ceiling_ratio": tflops / ceilings.gemm["tflops"]}
-    score: Row = {"job": "prefill_score", **common, "us": us, **speed}
+    score = _score_row(case, window, ceilings.fp8_gemm)
     yield score
+    exact = _score_row(case, window, ceilings.fp16_gemm, accumulation="exact")
+    yield {**exact, "name": "exact", "note": 'accumulation="exact", beside an FP16 matrix product'}
     us = graph_us([case.select] * MIN_CALLS)
     size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.plan.index_scale).sum())
-    select: Row = {"job": "prefill_select", **common, "us": us, "bytes": size, "tb_s": size / us / 1e6}
+    select: Row = {"job": "prefill_select", **case.shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
     yield select
     us = graph_us([case.merge] * MIN_CALLS)
-    yield {"job": "merge", **common, "us": us, "note": "an exchanged carrier"}
+    yield {"job": "merge", **case.shape, "us": us, "note": "an exchanged carrier"}
 
     def chain(key: torch.Tensor) -> None:
         case.local(window, key)
         case.merge()
 
-    us = graph_us([lambda k=k: chain(k) for k in keys])
-    yield {"job": "prefill_chain", **common, "us": us, "note": "score, select and merge, without the exchange"}
+    us = graph_us([lambda k=k: chain(k) for k in at_least_min_calls(case.keys)])
+    yield {"job": "prefill_chain", **case.shape, "us": us, "note": "score, select and merge, without the exchange"}
+    yield from _local_rows(case, window)
     if peers is None:
         return
     heads, tokens = layout.heads_per_rank, shape.tokens
@@ -191,6 +247,65 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
     ours, theirs = (-(-shape.context // size) for size in (layout.page_size, BLOCK_TOKENS))
     note = f"theirs: {heads} heads x {tokens} rows of {theirs} blocks; ours: 4 x {tokens} of {ours}, to be merged"
     yield from peers.compare(select, unsharded, note)
+
+
+def sweep_rows(layout: Layout, context: int, tokens: Sequence[int], ceilings: Ceilings, *, cold: bool) -> Iterator[Row]:
+    """Scorer, score and select, and their fused chain, of windows of so many ``tokens`` each: the last of ``context``.
+
+    All windows have the same keys, so that these are made once.
+    """
+    whole = PrefillCase.make(layout, [(max(tokens), context)], cold=cold)
+    for count in tokens:
+        case = whole.last(count)
+        window = case.make_plan()
+        yield _score_row(case, window, ceilings.fp8_gemm, replays=_SWEEP_REPLAYS)
+        yield from _local_rows(case, window, replays=_SWEEP_REPLAYS)
+
+
+def _score_row(
+    case: PrefillCase, window: MSAIcpScorePlan, product: Row, *, accumulation: str = "tensor", replays: int = 11
+) -> Row:
+    """The scorer's rate, and its share of that of a matrix ``product``."""
+    keys = at_least_min_calls(case.keys)
+    us = graph_us([lambda k=k: case.score(window, k, accumulation) for k in keys], replays=replays)
+    tflops = case.flops / us / 1e6
+    speed: Row = {"us": us, "flops": case.flops, "tflops": tflops, "ceiling_ratio": tflops / product["tflops"]}
+    return {"job": "prefill_score", **case.shape, **speed}
+
+
+def _local_rows(case: PrefillCase, window: MSAIcpScorePlan, *, replays: int = 11) -> Iterator[Row]:
+    """The local part of a window, into carrier rows: score and select, and the fused chain."""
+    keys = at_least_min_calls(case.keys)
+    separate = graph_us([lambda k=k: case.local(window, k) for k in keys], replays=replays)
+    yield {"job": "prefill_chain", "name": "score and select", **case.shape, "us": separate}
+    us = graph_us([lambda k=k: case.fused(window, k) for k in keys], replays=replays)
+    note = "score and select without score rows"
+    yield {"job": "prefill_fused", **case.shape, "us": us, "separate_ratio": us / separate, "note": note}
+
+
+def select_rows(ceilings: Ceilings, tokens: int = MAX_WINDOW_TOKENS) -> Iterator[Row]:
+    """The selection of random scores, all of them candidates, beside a streaming read of as many bytes."""
+    carrier = torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda")
+    for columns in SELECT_COLUMNS:
+        planes = copies_of(torch.randn(tokens, NUM_HEADS, columns, device="cuda"), cold=True)
+        valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
+        select = partial(
+            msa_ops.msa_icp_topk_select_prefill, num_valid_pages=valid, carrier=carrier, force_end_blocks=1
+        )
+        us = graph_us([partial(select, plane) for plane in at_least_min_calls(planes)])
+        size = planes[0].nbytes
+        yield {
+            "job": "prefill_select",
+            "name": "random scores",
+            "tokens": tokens,
+            "ctx": columns * BLOCK_TOKENS,
+            "heads": NUM_HEADS,
+            "cold": True,
+            "us": us,
+            "bytes": size,
+            "tb_s": size / us / 1e6,
+            "ceiling_ratio": ceilings.read_us(planes) / us,
+        }
 
 
 def balance_rows(layout: Layout) -> Iterator[Row]:
@@ -213,7 +328,6 @@ def balance_rows(layout: Layout) -> Iterator[Row]:
         "us": whole,
         "flops": case.flops,
         "tflops": case.flops / whole / 1e6,
-        "cold": False,
         "note": "1024 tokens of 128K and forty times 100 of 200 to 8000; the mean time of a multiprocessor's range, "
         f"each run alone, is {statistics.mean(times) / max(times):.2f} of the longest",
     }

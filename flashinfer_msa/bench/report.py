@@ -18,9 +18,10 @@ TITLES = {
     "decode_chain": "Decode chain: score, select and publish, merge",
     "decode_fused_chain": "Fused decode chain",
     "prefill_plan": "Prefill planner",
-    "prefill_score": "Prefill scorer, beside an FP8 matrix product",
-    "prefill_select": "Prefill selection",
-    "prefill_chain": "Prefill chain: score, select and merge, without the exchange",
+    "prefill_score": "Prefill scorer, beside an FP8 matrix product; the exact one beside an FP16 one",
+    "prefill_select": "Prefill selection; of random scores beside a streaming read of them",
+    "prefill_chain": "Prefill chains: score, select and merge, without the exchange, and score and select alone",
+    "prefill_fused": "Fused prefill chain, beside score and select as two launches",
     "host": "Host time",
 }
 """Every job, in the order of its table."""
@@ -38,6 +39,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("tb_s", "TB/s", lambda row: f"{row['tb_s']:.2f}"),
     ("tflops", "TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
     ("ceiling_ratio", "of the\nceiling", lambda row: f"{row['ceiling_ratio']:.0%}"),
+    ("separate_ratio", "of the\nseparate", lambda row: f"{row['separate_ratio']:.2f}"),
 )
 """Key of a row, head of its column, and what to show."""
 

@@ -36,6 +36,8 @@ class Row(TypedDict, total=False):
     tflops: float
     ceiling_ratio: float
     """To the ceiling of the same run: 1 is at the ceiling."""
+    separate_ratio: float
+    """A fused chain's time to that of the kernels it replaces, in the same step: below 1 the fused one is faster."""
     peer: str
     """What else was measured on the same case in the same run: this row compares it with ``us``."""
     peer_us: float

@@ -59,6 +59,15 @@ void check_plane(Call& call, const Tensor& scores) {
                      "tokens must not overlap");
 }
 
+void check_pool(Call& call, const Tensor& pool, int64_t bytes, const char* why) {
+  call.expect_contiguous(pool);
+  call.expect_aligned(pool, 16);
+  call.expect_size(pool, 0, bytes, INT64_MAX, why);
+  if (call.ok() && pool.size(0) % 8 != 0) {
+    call.fail("%s must have a multiple of 8 bytes, had %lld", pool.name, static_cast<long long>(pool.size(0)));
+  }
+}
+
 void take_forced_blocks(Call& call, Selection* s) {
   s->force_begin_blocks = as_int(call.integer("force_begin_blocks", 0, kTopK));
   s->force_end_blocks = as_int(call.integer("force_end_blocks", 0, kTopK));

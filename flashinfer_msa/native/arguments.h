@@ -42,6 +42,9 @@ void check_keys(Call& call, const Keys& k, const LayoutInfo& layout, int64_t bat
 // A score plane's rows: unit last stride, not overlapping.
 void check_plane(Call& call, const Tensor& scores);
 
+// Checks a fused chain's pool, of which `bytes` are needed as `why` says.
+void check_pool(Call& call, const Tensor& pool, int64_t bytes, const char* why);
+
 // Which blocks of a score plane are selected.
 struct Selection {
   Tensor scores, num_valid_pages;

@@ -55,12 +55,7 @@ int check_score(Call& call, const Score& s, bool larger_plane) {
   call.expect_aligned(s.index_q, 16);
   check_keys(call, s.index_k, info, batch, 0);
   if (s.pool) {
-    call.expect_contiguous(s.pool);
-    call.expect_aligned(s.pool, 16);
-    call.expect_size(s.pool, 0, tokens * kHeads * kPoolRowBytes, INT64_MAX, "bytes for the lists of every row");
-    if (call.ok() && s.pool.size(0) % 8 != 0) {
-      call.fail("%s must have a multiple of 8 bytes, had %lld", s.pool.name, static_cast<long long>(s.pool.size(0)));
-    }
+    check_pool(call, s.pool, tokens * kHeads * kPoolRowBytes, "bytes for the lists of every row");
     return layout;
   }
   if (call.ok() && s.scores.size(2) % 4 != 0) {

@@ -177,6 +177,11 @@ const char* role_name(int role) {
                                                "prefill_fill",
                                                "prefill_score",
                                                "prefill_score_global",
+                                               "prefill_score_exact",
+                                               "prefill_score_global_exact",
+                                               "prefill_lists",
+                                               "prefill_lists_exact",
+                                               "prefill_fold",
                                                "select_prefill_narrow",
                                                "select_prefill_wide"};
   return names[role];

@@ -25,8 +25,10 @@ enum Role : int {
   kMerge = kFoldPublish + 2,                       // legacy, tagged and exchanged for 2 ranks, then for 4
   kPrefillPlan = kMerge + 6,
   kPrefillFill,
-  kPrefillScore,                       // a column a page, then a column a block
-  kSelectPrefill = kPrefillScore + 2,  // narrow rows, then wide ones
+  kPrefillScore,                      // a column a page, then a column a block; then both with exact sums
+  kPrefillLists = kPrefillScore + 4,  // then with exact sums
+  kPrefillFold = kPrefillLists + 2,
+  kSelectPrefill,  // narrow rows, then wide ones
   kNumRoles = kSelectPrefill + 2
 };
 

@@ -9,6 +9,7 @@ namespace msa_icp {
 namespace {
 
 constexpr int64_t kWorkspaceBytes = 32 << 20;
+constexpr int64_t kItemListBytes = int64_t{kItemTokens} * kHeads * kTopK * sizeof(unsigned long long);
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return value / divisor + (value % divisor != 0); }
 
@@ -91,12 +92,13 @@ void check_plan(Call& call, Plan* plan, int64_t multiprocessors, const PlanNames
 
 // ---- scorer
 
+// A prefill scorer's arguments. It writes `scores`, or the lists of the fused chain into `pool`.
 struct Score {
-  Tensor q, scores;
+  Tensor q, scores, pool;
   Keys k;
   Plan plan;
   int rank, world_size;
-  bool initialize, compact, enable_pdl;
+  bool initialize, compact, exact, enable_pdl;
   const LayoutInfo* info;
   int layout;
   int64_t columns;  // of a score row
@@ -135,6 +137,12 @@ void check_score(Call& call, Score* s, int64_t multiprocessors) {
   s->columns = s->compact ? pages : s->plan.columns;
 }
 
+void refuse_compact_blocks(Call& call, const Score& s) {
+  if (call.ok() && s.compact && s.info->index_scale == 1) {
+    call.fail("compact must be False for 128-token pages, which are blocks, was True");
+  }
+}
+
 PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   PrefillScoreParams p = {};
   p.query = s.q.data<unsigned char>();
@@ -146,12 +154,14 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   p.qo_offset = s.plan.qo_offset.data<int>();
   p.work_range = s.plan.work_range.data<long long>();
   p.work_info = s.plan.work_info.data<long long>();
-  p.scores = s.scores.data<float>();
   // A dimension of one element has any stride.
   p.page_pitch = s.k.keys.size(0) > 1 ? s.k.keys.stride(0) : s.info->page_bytes;
   p.table_stride = s.k.block_table.stride(0);
-  p.score_token_stride = s.scores.stride(0);
-  p.score_head_stride = s.scores.stride(1);
+  if (s.scores) {
+    p.scores = s.scores.data<float>();
+    p.score_token_stride = s.scores.stride(0);
+    p.score_head_stride = s.scores.stride(1);
+  }
   p.max_items = as_int(s.plan.max_items);
   p.max_blocks = as_int(s.plan.columns);
   p.tokens = as_int(s.plan.total_q);
@@ -170,11 +180,12 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   return p;
 }
 
-// sm_90a's scorer copies by tensor maps.
+// sm_90a's scorers copy by tensor maps.
 bool takes_tensor_maps(const Device& device) { return device.capability_major == 9; }
 
 Launch score_launch(const Score& s, PrefillScoreParams* params, const Device& device) {
-  const int role = kPrefillScore + (s.info->index_scale > 1 && !s.compact);
+  const int by_block = s.info->index_scale > 1 && !s.compact;
+  const int role = s.scores ? kPrefillScore + 2 * s.exact + by_block : kPrefillLists + s.exact;
   return {s.layout, role, static_cast<unsigned>(device.multiprocessors), 1, params, s.enable_pdl};
 }
 
@@ -205,6 +216,55 @@ Launch select_launch(SelectPrefillParams* params, const Device& device) {
   const unsigned rows_per_cta = wide ? 1 : device.kernels[kCommon][role].threads / 32;
   return {kCommon, role, static_cast<unsigned>(ceil_div(rows, rows_per_cta ? rows_per_cta : 1)), 1, params, false};
 }
+
+// ---- the fused chain
+
+// Checks everything of a fused chain but its carrier, after its scorer.
+void check_fused(Call& call, const Score& s, const Selection& selection) {
+  if (!call.ok()) return;
+  // A piece for each item, and one more for each range that begins within an item.
+  const int64_t pieces = s.plan.max_items == 0 ? 0 : s.plan.max_items + s.plan.work_range.size(0) - 1;
+  check_pool(call, s.pool, pieces * kItemListBytes, "bytes for the lists of every item's pieces");
+  check_selection(call, selection, s.plan.total_q);
+}
+
+// The fused chain's two kernels.
+struct Fused {
+  PrefillScoreParams score;
+  PrefillFoldParams fold;
+
+  int launches(Call& call, const Score& s, const Selection& selection, const Tensor& carrier, const Device& device,
+               Launch* chain) {
+    score = score_params(call, s, takes_tensor_maps(device));
+    score.num_valid_pages = selection.num_valid_pages.data<int>();
+    score.pool = s.pool.data<unsigned long long>();
+    score.force_begin_blocks = selection.force_begin_blocks;
+    score.force_end_blocks = selection.force_end_blocks;
+    fold = {};
+    fold.pool = score.pool;
+    fold.qo_segment_lens = score.qo_segment_lens;
+    fold.qo_segment_offsets = score.qo_segment_offsets;
+    fold.work_range = score.work_range;
+    fold.work_info = score.work_info;
+    fold.num_valid_pages = score.num_valid_pages;
+    fold.carrier = carrier.data<int>();
+    fold.carrier_head_stride = carrier.stride(0);
+    fold.carrier_row_stride = carrier.stride(1);
+    fold.batch = as_int(s.plan.batch);
+    fold.max_items = score.max_items;
+    fold.max_blocks = score.max_blocks;
+    fold.num_ranges = as_int(s.plan.work_range.size(0));
+    fold.tokens = score.tokens;
+    fold.index_scale = s.info->index_scale;
+    fold.index_offset = s.rank * s.info->index_scale / s.world_size;
+    fold.force_begin_blocks = score.force_begin_blocks;
+    fold.force_end_blocks = score.force_end_blocks;
+    const int64_t ctas = kFoldCtasPerItem * s.plan.max_items + ceil_div(s.plan.total_q, kFoldSweepTokens);
+    chain[0] = score_launch(s, &score, device);
+    chain[1] = {kCommon, kPrefillFold, static_cast<unsigned>(ctas), 1, &fold, s.enable_pdl};
+    return 2;
+  }
+};
 
 }  // namespace
 
@@ -242,8 +302,8 @@ MSA_EXPORT __tvm_ffi_prefill_plan(void*, const TVMFFIAny* args, int32_t count, T
   });
 }
 
-// prefill_score(launch, q, k, block_table, <plan>, rank, tp, max_score, sm_scale, initialize, compact, enable_pdl),
-// where <plan> is as for prefill_plan with `columns` in place of max_seq_len.
+// prefill_score(launch, q, k, block_table, <plan>, rank, tp, max_score, sm_scale, initialize, compact, enable_pdl,
+// exact), where <plan> is as for prefill_plan with `columns` in place of max_seq_len.
 MSA_EXPORT __tvm_ffi_prefill_score(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
@@ -256,10 +316,9 @@ MSA_EXPORT __tvm_ffi_prefill_score(void*, const TVMFFIAny* args, int32_t count, 
   s.initialize = call.flag("initialize");
   s.compact = call.flag("compact");
   s.enable_pdl = call.flag("enable_pdl");
+  s.exact = call.flag("exact");
   check_score(call, &s, multiprocessors);
-  if (call.ok() && s.compact && s.info->index_scale == 1) {
-    call.fail("compact must be False for 128-token pages, which are blocks, was True");
-  }
+  refuse_compact_blocks(call, s);
   call.expect_shape(s.scores, "[plan.total_q, heads, columns", s.plan.total_q, kHeads, kAny);
   call.expect_size(s.scores, 2, s.columns, INT32_MAX, "score columns");
   check_plane(call, s.scores);
@@ -303,9 +362,42 @@ MSA_EXPORT __tvm_ffi_select_prefill(void*, const TVMFFIAny* args, int32_t count,
   });
 }
 
+// prefill_score_select(launch, q, k, block_table, <plan>, rank, tp, num_valid_pages, pool, carrier, compact,
+//                      force_begin_blocks, force_end_blocks, enable_pdl, exact): the fused chain
+MSA_EXPORT __tvm_ffi_prefill_score_select(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  const bool launches = take_launch(call);
+  Score s;
+  s.names = &kFields;
+  int64_t multiprocessors;
+  take_score(call, &s, "q", "k", "tp", &multiprocessors);
+  Selection selection;
+  selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
+  s.pool = call.tensor("pool", Type::kUInt8, 1);
+  const Tensor carrier = call.tensor("carrier", Type::kInt32, 3);
+  s.compact = call.flag("compact");
+  take_forced_blocks(call, &selection);
+  selection.index_scale = 1;  // the layout has the map
+  selection.index_offset = 0;
+  s.enable_pdl = call.flag("enable_pdl");
+  s.exact = call.flag("exact");
+  check_score(call, &s, multiprocessors);
+  refuse_compact_blocks(call, s);
+  if (call.ok() && !s.compact && s.info->index_scale > 1) {
+    call.fail("compact must be True for 256-token pages, of which lists have a column each, was False");
+  }
+  check_fused(call, s, selection);
+  check_carrier(call, carrier, s.plan.total_q);
+  Fused fused;
+  return finish<2>(call, launches && call.ok() && s.plan.batch > 0, [&](Device& device, Launch* chain) {
+    return fused.launches(call, s, selection, carrier, device, chain);
+  });
+}
+
 // prefill_local(launch, query, index_k, block_table, <plan>, rank, world_size, score_scratch, num_valid_pages,
-//               carrier_view, force_begin_blocks, force_end_blocks, index_scale, index_offset): the facade's scorer and
-// selection, with a column a page. Everything is checked before the first launch.
+//               carrier_view, force_begin_blocks, force_end_blocks, index_scale, index_offset, pool, short_scratch,
+//               exact): the facade's scorer and selection, with a column a page; with a pool the fused chain, unless
+// the window fits into the facade's own scratch for short ones. Everything is checked before the first launch.
 MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
@@ -313,13 +405,16 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
   s.names = &kWindowFields;
   int64_t multiprocessors;
   take_score(call, &s, "query", "index_k", "world_size", &multiprocessors);
-  s.scores = call.tensor("score_scratch", Type::kFloat32, 3);
+  const Tensor scratch = call.optional_tensor("score_scratch", Type::kFloat32, 3);
   Selection selection;
-  selection.scores = s.scores;
   selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
   const Tensor carrier = call.tensor("carrier_view", Type::kInt32, 3);
   take_forced_blocks(call, &selection);
   take_index_map(call, &selection);
+  s.pool = call.optional_tensor("pool", Type::kUInt8, 1);
+  const Tensor short_scratch = call.optional_tensor("short_scratch", Type::kFloat32, 3);
+  s.exact = call.flag("exact");
+  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None");
   s.initialize = s.enable_pdl = false;
   s.compact = true;
   check_score(call, &s, multiprocessors);
@@ -327,19 +422,30 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
     call.fail("index_k must have %d rows a page, had %d", kBlockTokens * selection.index_scale / s.world_size,
               s.info->rows);
   }
-  if (call.ok() && s.columns >= kMaxScoreColumns) {
-    call.fail("window_plan.columns must make fewer than %d score columns, was %lld", kMaxScoreColumns,
-              static_cast<long long>(s.plan.columns));
+  if (s.pool) {
+    check_fused(call, s, selection);
+    const bool fits =
+        call.ok() && short_scratch && s.plan.total_q <= short_scratch.size(0) && s.columns <= short_scratch.size(2);
+    if (fits) s.scores = short_scratch;
+  } else {
+    s.scores = scratch;
+    if (call.ok() && s.columns >= kMaxScoreColumns) {
+      call.fail("window_plan.columns must make fewer than %d score columns, was %lld", kMaxScoreColumns,
+                static_cast<long long>(s.plan.columns));
+    }
+    call.expect_shape(s.scores, "[at least window_plan.total_q, heads, columns", kAny, kHeads, kAny);
+    call.expect_size(s.scores, 0, s.plan.total_q, INT64_MAX, "query tokens");
+    call.expect_size(s.scores, 2, s.columns, INT32_MAX, "score columns");
+    check_plane(call, s.scores);
+    check_selection(call, selection, s.plan.total_q);
   }
-  call.expect_shape(s.scores, "[at least window_plan.total_q, heads, columns", kAny, kHeads, kAny);
-  call.expect_size(s.scores, 0, s.plan.total_q, INT64_MAX, "query tokens");
-  call.expect_size(s.scores, 2, s.columns, INT32_MAX, "score columns");
-  check_plane(call, s.scores);
-  check_selection(call, selection, s.plan.total_q);
   check_carrier(call, carrier, s.plan.total_q);
+  selection.scores = s.scores;
+  Fused fused;
   PrefillScoreParams score;
   SelectPrefillParams select;
   return finish<2>(call, launches && call.ok() && s.plan.batch > 0, [&](Device& device, Launch* chain) {
+    if (!s.scores) return fused.launches(call, s, selection, carrier, device, chain);
     score = score_params(call, s, takes_tensor_maps(device));
     select = select_params(selection, carrier, s.plan.total_q, s.columns);
     chain[0] = score_launch(s, &score, device);

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU tests: their marker, and the layouts. ``FLASHINFER_MSA_TEST_SHAPES=small`` shrinks them for a sanitizer."""
+"""GPU tests: their marker, layouts and prefill windows; ``FLASHINFER_MSA_TEST_SHAPES=small`` is for sanitizers."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
+from prefill_windows import WINDOWS
 
 from flashinfer_msa.layout import LAYOUTS, Layout
 
@@ -22,3 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def layout(request: pytest.FixtureRequest) -> Layout:
     """Each layout in turn."""
     return request.param
+
+
+@pytest.fixture(params=WINDOWS)
+def window(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Each prefill window in turn."""
+    return WINDOWS[request.param]

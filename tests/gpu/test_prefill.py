@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from prefill_windows import WINDOWS, Plane, make_plan, make_problem, ragged, run_step, with_ranges
 from simulated_group import POISON, SMALL, Group, assert_equal
 
 from flashinfer_msa import msa_ops
+from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.backends import reference
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.score_plan import MSAIcpScorePlan
 from flashinfer_msa.simulate import (
+    FP32_WORST,
     TENSOR_CORE_ERROR,
     TENSOR_CORE_WORST,
     PrefillProblem,
@@ -24,79 +27,8 @@ from flashinfer_msa.simulate import (
     brute_force_top16,
     compare,
     exchange,
-    run_local_prefill,
 )
-
-SEGMENTS = 9 if SMALL else 64
-
-
-def ragged(seed: int, segments: int = SEGMENTS) -> dict[str, Sequence[int]]:
-    """Segments of all orders of magnitude, many empty or of one token, with keys beyond and short of their tokens."""
-    draw = random.Random(seed)
-    limit = 7 if SMALL else 9
-    lens = [draw.choice([0, 1, int(2 ** draw.uniform(0, limit))]) for _ in range(segments)]
-    positions = [draw.choice([0, int(2 ** draw.uniform(0, limit + 4))]) for _ in range(segments)]
-    extra = [draw.choice([0, 0, 777, -min(100, position + 1)]) for position in positions]
-    kv = [max(p + q + e, 0) for p, q, e in zip(positions, lens, extra, strict=True)]
-    return {"query_lens": lens, "kv_lens": kv, "positions": positions}
-
-
-WINDOWS: dict[str, dict[str, Any]] = {
-    "more and fewer keys": {"query_lens": [100, 100, 40], "kv_lens": [150, 5000, 700], "positions": [300, 300, 0]},
-    "ragged": {**ragged(1), "padding": 5},
-}
-if not SMALL:
-    WINDOWS |= {
-        "one token": {"query_lens": [1], "kv_lens": [1]},
-        "empty segments": {"query_lens": [0, 5, 0, 130, 0], "kv_lens": [0, 5, 900, 1200, 3], "padding": 3},
-        "an item less one": {"query_lens": [63], "kv_lens": [1000]},
-        "an item": {"query_lens": [64], "kv_lens": [64]},
-        "an item and one": {"query_lens": [65], "kv_lens": [2000], "positions": [1800]},
-        "no keys": {"query_lens": [3, 70], "kv_lens": [0, 200], "positions": [0, 0]},
-        "ragged again": ragged(2),
-        "8192 from the start": {"query_lens": [8192], "kv_lens": [8192]},
-        "2048 of 128K": {"query_lens": [2048], "kv_lens": [131072]},
-        "300 of 256K": {"query_lens": [300], "kv_lens": [262144]},
-        "one long and forty short": {"query_lens": [1000, *[30] * 40], "kv_lens": [131072, *range(100, 4100, 100)]},
-    }
-
-
-@pytest.fixture(params=WINDOWS)
-def window(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Each window in turn."""
-    return WINDOWS[request.param]
-
-
-def make_problem(layout: Layout, window: dict[str, Any], **more: Any) -> PrefillProblem:
-    return PrefillProblem.random(
-        layout, **window, device="cuda", seed=len(window["query_lens"]), page_pitch_extra=48, **more
-    )
-
-
-def make_plan(problem: PrefillProblem, backend: str = "cake", **bounds: int) -> MSAIcpScorePlan:
-    """Plan on the device, in storage of its own that is poisoned."""
-    bounds = {**problem.bounds, **bounds}
-    storage = msa_ops.msa_icp_index_score_plan_storage(
-        num_qo_heads=NUM_HEADS, total_q=bounds["total_q"], batch=len(problem.query_lens), device="cuda"
-    )
-    return msa_ops.msa_icp_index_score_sharded_plan_device(
-        *problem.segments,
-        NUM_HEADS,
-        **bounds,
-        packed_work_range=torch.full((storage["work_range_numel"],), -1, dtype=torch.int64, device="cuda"),
-        packed_work_info=torch.full((storage["work_info_numel"],), -1, dtype=torch.int64, device="cuda"),
-        workspace=torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device="cuda"),
-        backend=backend,
-    )
-
-
-class Plane:
-    """A strided score plane in poisoned storage, so that every element that is written shows."""
-
-    def __init__(self, tokens: int, columns: int, extra: int = 3) -> None:
-        pitch = columns + extra
-        self.storage = torch.full((tokens * (NUM_HEADS * pitch + extra) + 1,), POISON, device="cuda")
-        self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (NUM_HEADS * pitch + extra, pitch, 1), 1)
+from flashinfer_msa.sizing import max_items
 
 
 def forms_of(layout: Layout) -> list[bool]:
@@ -109,18 +41,14 @@ def magnitude(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.view(torch.uint8) & 0x7F).view(tensor.dtype)
 
 
-@pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
-def test_scores_match_the_reference(
-    layout: Layout, window: dict[str, Any], special: bool, record_property: Callable[[str, int], None]
-) -> None:
-    """Every rank and form: within the tensor core's error, and nothing is written that the reference does not write.
+def score_errors(
+    problem: PrefillProblem, plan: MSAIcpScorePlan, accumulation: str
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Score every rank and form: what it was, errors and bounds ``sum |q| |k|`` of the scores that are finite.
 
-    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200, 2 of 10.8 million, by a
-    tenth of it). Outliers among the elements make the tensor core drop more of the others, up to its worst case.
+    The rest must be equal: ``-inf``, and what the reference does not write.
     """
-    beyond = scores = 0
-    problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
-    plan = make_plan(problem)
+    layout = problem.layout
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
         for compact in forms_of(layout):
@@ -142,22 +70,46 @@ def test_scores_match_the_reference(
                 initialize=initialize,
                 tp=layout.world_size,
                 compact=compact,
+                accumulation=accumulation,
             )
+            what = f"rank {rank}, compact {compact}"
             got, want = ours.storage, theirs.storage
-            exact = want.isinf() | (want == POISON)
-            assert_equal(got[exact], want[exact], f"rank {rank}, compact {compact}: -inf and what must not be touched")
-            error = torch.where(exact, 0.0, (got - want).abs() / bound.storage)
-            assert bool((error <= TENSOR_CORE_WORST).all()), f"rank {rank}, compact {compact}: {error.max()}"
-            if not special:
-                beyond += int((error > TENSOR_CORE_ERROR).sum())
-                scores += int((~exact).sum())
-            zeros = got == 0
-            assert not got[zeros].signbit().any(), "-0.0"
+            equal = want.isinf() | (want == POISON)
+            assert_equal(got[equal], want[equal], f"{what}: -inf and what must not be touched")
+            assert not got[got == 0].signbit().any(), f"{what}: -0.0"
+            yield what, (got - want)[~equal].abs(), bound.storage[~equal]
+
+
+@pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
+def test_scores_match_the_reference(
+    layout: Layout, window: dict[str, Any], special: bool, record_property: Callable[[str, int], None]
+) -> None:
+    """Every rank and form: within the tensor core's error, and nothing is written that the reference does not write.
+
+    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200, 2 of 10.8 million, by a
+    tenth of it). Outliers among the elements make the tensor core drop more of the others, up to its worst case.
+    """
+    beyond = scores = 0
+    problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
+    for what, error, bound in score_errors(problem, make_plan(problem), "tensor"):
+        assert bool((error <= TENSOR_CORE_WORST * bound).all()), f"{what}: {(error / bound).max()}"
+        if not special:
+            beyond += int((error > TENSOR_CORE_ERROR * bound).sum())
+            scores += len(error)
     record_property("scores_beyond_4e-4", beyond)
     assert beyond <= scores // 1_000_000 + 1, f"{beyond} of {scores} scores"
 
 
-def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any]) -> None:
+@pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
+def test_exact_scores_match_the_reference(layout: Layout, window: dict[str, Any], special: bool) -> None:
+    """With ``accumulation="exact"`` no score is off by more than the rounding of FP32 sums, outliers or not."""
+    problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
+    for what, error, bound in score_errors(problem, make_plan(problem), "exact"):
+        assert bool((error <= FP32_WORST * bound).all()), f"{what}: {(error / bound).max()}"
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
     """Bit-equal between runs, and whether one multiprocessor, seven or all of them work."""
     problem = make_problem(layout, window)
     plan = make_plan(problem)
@@ -165,27 +117,18 @@ def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, An
     keys = problem.shard(1)
     results = []
     for ranges in (count, count, 7, 1):
-        work_range, work_info = torch.zeros_like(plan.packed_work_range), torch.empty_like(plan.packed_work_info)
-        reference.prefill_plan(
-            plan.qo_segment_lens,
-            plan.kv_segment_lens,
-            plan.qo_offset,
-            work_range[:ranges],
-            work_info,
-            columns=plan.columns,
-            max_items=len(work_info),
-        )
         plane = Plane(plan.total_q, plan.columns)
         msa_ops.msa_icp_index_score_sharded(
             problem.index_q,
             keys,
             problem.block_table,
-            replace(plan, packed_work_range=work_range, packed_work_info=work_info),
+            with_ranges(plan, ranges),
             rank=1,
             max_score=plane.view,
             initialize=False,
             tp=layout.world_size,
             enable_pdl=True,
+            accumulation=accumulation,
         )
         results.append(plane.storage)
     for other in results[1:]:
@@ -229,17 +172,18 @@ def test_the_planner_agrees_with_the_reference_and_the_host(window: dict[str, An
         qo_offset=torch.tensor(problem.positions, dtype=torch.int32),
         device="cuda",
     )
-    items = items_of(problem)
+    room = max_items(device.total_q, device.batch)
     for other in (theirs, host):
         assert torch.equal(device.packed_work_range, other.packed_work_range)
-        assert torch.equal(device.packed_work_info[:items], other.packed_work_info[:items])
+        assert torch.equal(device.packed_work_info[:room], other.packed_work_info[:room])
         for name in ("qo_segment_offsets", "kv_segment_offsets", "qo_offset", "qo_segment_lens", "kv_segment_lens"):
             assert torch.equal(getattr(device, name), getattr(other, name)), name
         for name in ("total_q", "num_qo_heads", "batch", "max_query_len", "columns", "uniform"):
             assert getattr(device, name) == getattr(other, name), name
     units = device.packed_work_range >> 32
     assert int(units.max() - units.min()) <= 1
-    assert (device.packed_work_info[items:] == -1).all()
+    assert int((device.packed_work_info[:room] != 0).sum()) == items_of(problem)
+    assert (device.packed_work_info[room:] == -1).all()
 
 
 def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
@@ -351,25 +295,6 @@ def test_selection_equals_the_reference() -> None:
                 assert_equal(*buffers, f"{columns} columns, scale {scale}, offset {offset}, forced {first} + {last}")
 
 
-def run_step(
-    group: Group, problem: PrefillProblem, scratches: list[torch.Tensor], tokens: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A prefill step in windows of ``tokens``: the owners' outputs side by side, and every rank's carrier."""
-    total = len(problem.index_q)
-    carriers = []
-    for plan, scratch in zip(group.plans, scratches, strict=True):
-        keys = problem.shard(plan.rank)
-        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
-        carriers.append(carrier[:, :total])
-        run_local_prefill(plan, problem, keys, scratch, carrier, tokens)
-    outputs = []
-    for plan in group.plans:
-        output = torch.full((total, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
-        plan.prefill_merge(exchange(carriers, plan), problem.num_valid_pages, output)
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), carriers
-
-
 @pytest.mark.parametrize("forced", [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)])
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
@@ -388,7 +313,7 @@ def test_output_equals_unsharded_top16(
     total = len(problem.index_q)
     pitch = group.plans[0].prefill_scratch_shape()[2]
     scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
-    output, carriers = run_step(group, problem, scratches, total)
+    output, carriers = run_step(group, problem, total, scratches)
     for plan, scratch, carrier in zip(group.plans, scratches, carriers, strict=True):
         want = reference.select_rows(
             scratch,
@@ -419,7 +344,7 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
     outputs = []
     for tokens in (total, 128, 100):
         scratches = [torch.full((tokens + 7, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
-        outputs.append(run_step(group, problem, scratches, tokens)[0])
+        outputs.append(run_step(group, problem, tokens, scratches)[0])
     for output in outputs[1:]:
         assert_equal(output, outputs[0], "output")
 

@@ -1,0 +1,12 @@
+// Barriers of some of a CTA's warps, by number; `threads` arrive at one in all, whether they wait there or not.
+namespace ptx {
+
+__device__ __forceinline__ void barrier_sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+}  // namespace ptx

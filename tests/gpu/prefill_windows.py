@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill windows, and what the GPU tests of prefill do with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from simulated_group import POISON, SMALL, Group
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.backends import reference
+from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
+from flashinfer_msa.score_plan import MSAIcpScorePlan
+from flashinfer_msa.simulate import PrefillProblem, exchange, run_local_prefill
+
+SEGMENTS = 9 if SMALL else 64
+
+
+def ragged(seed: int, segments: int = SEGMENTS) -> dict[str, Sequence[int]]:
+    """Segments of all orders of magnitude, many empty or of one token, with keys beyond and short of their tokens."""
+    draw = random.Random(seed)
+    limit = 7 if SMALL else 9
+    lens = [draw.choice([0, 1, int(2 ** draw.uniform(0, limit))]) for _ in range(segments)]
+    positions = [draw.choice([0, int(2 ** draw.uniform(0, limit + 4))]) for _ in range(segments)]
+    extra = [draw.choice([0, 0, 777, -min(100, position + 1)]) for position in positions]
+    kv = [max(p + q + e, 0) for p, q, e in zip(positions, lens, extra, strict=True)]
+    return {"query_lens": lens, "kv_lens": kv, "positions": positions}
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "more and fewer keys": {"query_lens": [100, 100, 40], "kv_lens": [150, 5000, 700], "positions": [300, 300, 0]},
+    "ragged": {**ragged(1), "padding": 5},
+}
+if not SMALL:
+    WINDOWS |= {
+        "one token": {"query_lens": [1], "kv_lens": [1]},
+        "empty segments": {"query_lens": [0, 5, 0, 130, 0], "kv_lens": [0, 5, 900, 1200, 3], "padding": 3},
+        "an item less one": {"query_lens": [63], "kv_lens": [1000]},
+        "an item": {"query_lens": [64], "kv_lens": [64]},
+        "an item and one": {"query_lens": [65], "kv_lens": [2000], "positions": [1800]},
+        "no keys": {"query_lens": [3, 70], "kv_lens": [0, 200], "positions": [0, 0]},
+        "ragged again": ragged(2),
+        "8192 from the start": {"query_lens": [8192], "kv_lens": [8192]},
+        "2048 of 128K": {"query_lens": [2048], "kv_lens": [131072]},
+        "300 of 256K": {"query_lens": [300], "kv_lens": [262144]},
+        "one long and forty short": {"query_lens": [1000, *[30] * 40], "kv_lens": [131072, *range(100, 4100, 100)]},
+    }
+
+
+def make_problem(layout: Layout, window: dict[str, Any], **more: Any) -> PrefillProblem:
+    """A window's problem on the GPU, with gaps between the pages."""
+    return PrefillProblem.random(
+        layout, **window, device="cuda", seed=len(window["query_lens"]), page_pitch_extra=48, **more
+    )
+
+
+def make_plan(problem: PrefillProblem, backend: str = "cake", **bounds: int) -> MSAIcpScorePlan:
+    """Plan on the device, in storage of its own that is poisoned."""
+    bounds = {**problem.bounds, **bounds}
+    storage = msa_ops.msa_icp_index_score_plan_storage(
+        num_qo_heads=NUM_HEADS, total_q=bounds["total_q"], batch=len(problem.query_lens), device="cuda"
+    )
+    return msa_ops.msa_icp_index_score_sharded_plan_device(
+        *problem.segments,
+        NUM_HEADS,
+        **bounds,
+        packed_work_range=torch.full((storage["work_range_numel"],), -1, dtype=torch.int64, device="cuda"),
+        packed_work_info=torch.full((storage["work_info_numel"],), -1, dtype=torch.int64, device="cuda"),
+        workspace=torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device="cuda"),
+        backend=backend,
+    )
+
+
+def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
+    """The same window cut into fewer ranges: the other multiprocessors have nothing to do."""
+    work_range, work_info = torch.zeros_like(plan.packed_work_range), torch.empty_like(plan.packed_work_info)
+    reference.prefill_plan(
+        plan.qo_segment_lens,
+        plan.kv_segment_lens,
+        plan.qo_offset,
+        work_range[:ranges],
+        work_info,
+        columns=plan.columns,
+        max_items=len(work_info),
+    )
+    return replace(plan, packed_work_range=work_range, packed_work_info=work_info)
+
+
+class Plane:
+    """A strided score plane in poisoned storage, so that every element that is written shows."""
+
+    def __init__(self, tokens: int, columns: int, extra: int = 3) -> None:
+        pitch = columns + extra
+        self.storage = torch.full((tokens * (NUM_HEADS * pitch + extra) + 1,), POISON, device="cuda")
+        self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (NUM_HEADS * pitch + extra, pitch, 1), 1)
+
+
+def run_step(
+    group: Group,
+    problem: PrefillProblem,
+    tokens: int,
+    scratches: Sequence[torch.Tensor | None],
+    pools: Sequence[torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A prefill step in windows of ``tokens``: the owners' outputs side by side, and every rank's carrier."""
+    total = len(problem.index_q)
+    carriers = []
+    for plan, scratch, pool in zip(group.plans, scratches, pools or [None] * len(group.plans), strict=True):
+        keys = problem.shard(plan.rank)
+        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+        carriers.append(carrier[:, :total])
+        run_local_prefill(plan, problem, keys, scratch, carrier, tokens, pool)
+    outputs = []
+    for plan in group.plans:
+        output = torch.full((total, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+        plan.prefill_merge(exchange(carriers, plan), problem.num_valid_pages, output)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), carriers

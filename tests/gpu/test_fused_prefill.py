@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused prefill chain on a GPU: its carrier rows are, to the bit, those of scorer and selection in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from prefill_windows import WINDOWS, make_plan, make_problem, run_step, with_ranges
+from simulated_group import POISON, SMALL, Group, assert_equal
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.accumulation import ACCUMULATIONS
+from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, Layout
+from flashinfer_msa.score_plan import MSAIcpScorePlan
+from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, brute_force_top16, compare
+from flashinfer_msa.sizing import max_items
+
+FORCED = [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)]
+GUARD = 1 << 16
+"""Bytes behind a pool."""
+
+
+class Pool:
+    """A pool that is as small as a plan allows, of a larger key in every place than any candidate has."""
+
+    def __init__(self, plan: MSAIcpScorePlan) -> None:
+        pieces = max_items(plan.total_q, plan.batch) + len(plan.packed_work_range) - 1
+        self.storage = torch.full(((pieces * 32 << 10) + GUARD,), 255, dtype=torch.uint8, device="cuda")
+        self.view = self.storage[:-GUARD]
+
+    def require_guard(self) -> None:
+        """Fail if anything was written behind the pool."""
+        assert (self.storage[-GUARD:] == 255).all(), "something was written behind the pool"
+
+
+class Carrier:
+    """A token slice of a larger poisoned carrier with rows apart."""
+
+    def __init__(self, tokens: int) -> None:
+        self.storage = torch.full((NUM_HEADS, tokens + 3, ROW_WORDS + 7), -777, dtype=torch.int32, device="cuda")
+        self.view = self.storage[:, 1 : tokens + 1, :ROW_WORDS]
+
+
+def is_compact(layout: Layout) -> bool:
+    return layout.index_scale > 1
+
+
+def separate(
+    problem: PrefillProblem,
+    plan: MSAIcpScorePlan,
+    keys: torch.Tensor,
+    rank: int,
+    *,
+    valid: torch.Tensor | None = None,
+    forced: tuple[int, int] = (1, 2),
+    backend: str = "cake",
+    accumulation: str = "tensor",
+) -> torch.Tensor:
+    """Storage of the carrier that scorer and selection write, with the columns of the plan's blocks as candidates."""
+    layout = problem.layout
+    carrier = Carrier(plan.total_q)
+    columns = -(-plan.columns // layout.index_scale)
+    scores = torch.full((plan.total_q, NUM_HEADS, columns), POISON, device="cuda")
+    msa_ops.msa_icp_index_score_sharded(
+        problem.index_q,
+        keys,
+        problem.block_table,
+        plan,
+        rank=rank,
+        max_score=scores,
+        initialize=True,
+        tp=layout.world_size,
+        compact=is_compact(layout),
+        accumulation=accumulation,
+        backend=backend,
+    )
+    msa_ops.msa_icp_topk_select_prefill(
+        scores,
+        problem.num_valid_pages if valid is None else valid,
+        carrier.view,
+        force_begin_blocks=forced[0],
+        force_end_blocks=forced[1],
+        index_scale=layout.index_scale,
+        index_offset=layout.index_offset(rank),
+        backend=backend,
+    )
+    return carrier.storage
+
+
+def fused(
+    problem: PrefillProblem,
+    plan: MSAIcpScorePlan,
+    keys: torch.Tensor,
+    rank: int,
+    pool: Pool,
+    *,
+    valid: torch.Tensor | None = None,
+    forced: tuple[int, int] = (1, 2),
+    **more: Any,
+) -> torch.Tensor:
+    """Storage of the carrier that the fused chain writes."""
+    carrier = Carrier(plan.total_q)
+    msa_ops.msa_icp_prefill_score_select(
+        problem.index_q,
+        keys,
+        problem.block_table,
+        plan,
+        problem.num_valid_pages if valid is None else valid,
+        pool.view,
+        carrier.view,
+        rank=rank,
+        tp=problem.layout.world_size,
+        compact=is_compact(problem.layout),
+        force_begin_blocks=forced[0],
+        force_end_blocks=forced[1],
+        **more,
+    )
+    return carrier.storage
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_carriers_equal_the_separate_chain(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
+    """Every rank and forced blocks, with NaN, -0.0 and outliers among the elements; the pool is never cleared."""
+    problem = make_problem(layout, window, special=True, block_table_extra_columns=2)
+    plan = make_plan(problem)
+    fewer = problem.num_valid_pages.clone()
+    fewer[::7] = 0
+    fewer[3::7] //= 2
+    pool = Pool(plan)
+    for rank in range(layout.world_size):
+        keys = problem.shard(rank)
+        for forced in FORCED:
+            for valid in (problem.num_valid_pages, fewer):
+                form: dict[str, Any] = {"valid": valid, "forced": forced, "accumulation": accumulation}
+                want = separate(problem, plan, keys, rank, **form)
+                for run in ("first", "second"):
+                    got = fused(problem, plan, keys, rank, pool, **form)
+                    assert_equal(got, want, f"rank {rank}, forced {forced}, {run} run")
+    pool.require_guard()
+
+
+def test_blocks_that_a_token_does_not_see_rank_last(layout: Layout, window: dict[str, Any]) -> None:
+    """Where more pages are valid than seen, in padding too: candidates that score -inf, where the plan has columns."""
+    problem = make_problem(layout, window)
+    plan = make_plan(problem)
+    tokens = torch.arange(plan.total_q, device="cuda", dtype=torch.int32)
+    seen = problem.num_valid_pages
+    more = (seen + tokens % 40).clamp(max=plan.columns)
+    pool = Pool(plan)
+    for rank in range(layout.world_size):
+        keys = problem.shard(rank)
+        for forced in FORCED:
+            form: dict[str, Any] = {"valid": more, "forced": forced}
+            want = separate(problem, plan, keys, rank, **form)
+            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+    pool.require_guard()
+
+
+def equal_queries(problem: PrefillProblem) -> None:
+    problem.index_q.view(torch.uint8)[:] = problem.index_q.view(torch.uint8)[:1].clone()
+
+
+def equal_keys(problem: PrefillProblem) -> None:
+    problem.pages.view(torch.uint8)[:] = problem.pages.view(torch.uint8)[:1, :1].clone()
+
+
+def zero_keys(problem: PrefillProblem) -> None:
+    problem.pages.view(torch.uint8).zero_()
+
+
+def negative_scores(problem: PrefillProblem) -> None:
+    problem.index_q.view(torch.uint8).bitwise_and_(0x7F)
+    problem.pages.view(torch.uint8).bitwise_or_(0x80)
+
+
+def nan_keys(problem: PrefillProblem) -> None:
+    problem.pages.view(torch.uint8).fill_(0x7F)
+
+
+@pytest.mark.parametrize("spoil", [equal_queries, equal_keys, zero_keys, negative_scores, nan_keys])
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_ties_and_scores_without_a_positive_one(
+    layout: Layout, spoil: Callable[[PrefillProblem], None], accumulation: str
+) -> None:
+    """Rows of fewer than 16 candidates, of a few more, and of many; scores that tie in all columns or in none."""
+    lens = {"query_lens": [70, 3, 40], "kv_lens": [1500, 400, 9000 if SMALL else 70000]}
+    problem = make_problem(layout, lens)
+    spoil(problem)
+    plan = make_plan(problem)
+    pool = Pool(plan)
+    for rank in range(layout.world_size):
+        keys = problem.shard(rank)
+        for forced in [(0, 0), *FORCED]:
+            form: dict[str, Any] = {"forced": forced, "accumulation": accumulation}
+            want = separate(problem, plan, keys, rank, **form)
+            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+            if spoil in (zero_keys, nan_keys):  # every sum is exact
+                theirs = separate(problem, plan, keys, rank, backend="torch", **form)
+                assert_equal(want, theirs, f"reference of rank {rank}, forced {forced}")
+    pool.require_guard()
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_carriers_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
+    """Bit-equal whether one multiprocessor, seven or all of them work, with the pool that the others have left."""
+    problem = make_problem(layout, window)
+    plan = make_plan(problem)
+    pool, keys = Pool(plan), problem.shard(1)
+    want = separate(problem, plan, keys, 1, accumulation=accumulation)
+    for ranges in (len(plan.packed_work_range), 7, 1, 7):
+        cut = with_ranges(plan, ranges)
+        got = fused(problem, cut, keys, 1, pool, accumulation=accumulation, enable_pdl=True)
+        assert_equal(got, want, f"{ranges} ranges")
+    pool.require_guard()
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_output_equals_unsharded_top16(
+    layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property: Callable[[str, int], None]
+) -> None:
+    """The facade's chain with a pool and exact sums, in one window: equal to the brute force but for near ties."""
+    window = {key: value for key, value in window.items() if key != "padding"}
+    problem = make_problem(layout, window)
+    init_blocks, local_blocks = forced
+    group = Group.make(
+        layout,
+        tokens=1,
+        max_model_len=problem.bounds["max_seq_len"],
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        accumulation="exact",
+    )
+    total = len(problem.index_q)
+    nothing = [None for _ in group.plans]
+    pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    output, _ = run_step(group, problem, total, nothing, pools)
+    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
+    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    counts = compare(output, expected, near_tie=2 * FP32_WORST)
+    record_property("near_ties", counts.near_ties)
+    assert counts.wrong == 0, counts
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: str) -> None:
+    """Several windows with one pool, and segments that go on from one to the next: equal to a step without a pool."""
+    window = {key: value for key, value in WINDOWS["ragged"].items() if key != "padding"}
+    problem = make_problem(layout, window)
+    # Keys so long that a step may have 64 windows.
+    group = Group.make(layout, tokens=1, max_model_len=1 << 23, accumulation=accumulation)
+    total = len(problem.index_q)
+    pitch = -(-problem.block_table.shape[1] // 16) * 16
+    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+    want = run_step(group, problem, total, scratches)
+    nothing = [None for _ in group.plans]
+    pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    for tokens in (total, 128, 100):
+        got = run_step(group, problem, tokens, nothing, pools)
+        assert_equal(got[0], want[0], f"output in windows of {tokens}")
+        for rank, (ours, theirs) in enumerate(zip(got[1], want[1], strict=True)):
+            assert_equal(ours, theirs, f"carrier of rank {rank} in windows of {tokens}")
+
+
+def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
+    """Plan and fused chain are captured once, and replayed for segments of other lengths within the bounds."""
+    draw = random.Random(1)
+    segments, tokens, longest = 5, 300, 3000
+    columns = -(-longest // layout.page_size)
+    plan = Group.make(layout, tokens=1, max_model_len=longest).plans[1]
+    base = PrefillProblem.random(
+        layout,
+        query_lens=[1] * segments,
+        kv_lens=[columns * layout.page_size] * segments,
+        padding=tokens,
+        device="cuda",
+    )
+    base = replace(base, index_q=base.index_q[:tokens], block_table=base.block_table.contiguous())
+    keys = base.shard(plan.rank)
+    inputs = [torch.zeros(len(x), dtype=torch.int32, device="cuda") for x in base.segments]
+    valid = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    carrier = Carrier(tokens)
+    pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
+
+    def step() -> None:
+        window = plan.prefill_window_plan(0, *inputs, total_q=tokens, max_query_len=tokens, max_seq_len=longest)
+        plan.prefill_local(base.index_q, keys, base.block_table, window, None, valid, carrier.view, pool=pool)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(4):
+        cuts = sorted(draw.randrange(tokens + 1) for _ in range(segments - 1))
+        lens = [
+            end - begin for begin, end in zip([0, *cuts], [*cuts, draw.randrange(cuts[-1], tokens + 1)], strict=True)
+        ]
+        positions = [draw.randrange(longest - length + 1) for length in lens]
+        seq_lens = [p + q for p, q in zip(positions, lens, strict=True)]
+        problem = replace(
+            base,
+            query_lens=tuple(lens),
+            positions=tuple(positions),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        )
+        for held, new in zip(inputs, problem.segments, strict=True):
+            held.copy_(new)
+        valid.copy_(problem.num_valid_pages)
+        carrier.storage.fill_(-777)
+        graph.replay()
+        bounds = {"total_q": tokens, "max_query_len": tokens, "max_seq_len": longest}
+        want = separate(problem, make_plan(problem, **bounds), keys, plan.rank)
+        assert_equal(carrier.storage, want, "carrier")
+
+
+def test_pdl_waits_for_the_plan_and_the_query(layout: Layout) -> None:
+    """Both kernels, launched as programmatic dependents, read nothing before their predecessor has completed."""
+    problem = make_problem(layout, WINDOWS["ragged"])
+    keys = problem.shard(0)
+    plan = make_plan(problem)
+    want, pool = separate(problem, plan, keys, 0), Pool(plan)
+    query = torch.zeros_like(problem.index_q.view(torch.uint8))
+    late = replace(problem, index_q=query.view(problem.index_q.dtype))
+    for _ in range(3 if SMALL else 20):
+        query.zero_()
+        query.copy_(problem.index_q.view(torch.uint8))
+        planned = make_plan(problem)
+        got = fused(late, planned, keys, 0, pool, valid=problem.num_valid_pages, enable_pdl=True)
+        assert_equal(got, want, "carrier")
+
+
+def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> None:
+    """A window that was planned again for longer keys: candidates still end where the first plan's columns do."""
+    layout = LAYOUTS["p256_tp2"]
+    problem = make_problem(layout, {"query_lens": [64], "kv_lens": [16384]})
+    plan = replace(make_plan(problem), columns=2)
+    valid = problem.num_valid_pages.clamp(max=2)
+    short = replace(problem, block_table=problem.block_table[:, :1])
+    for rank in range(layout.world_size):
+        keys = problem.shard(rank)
+        want = separate(short, plan, keys, rank, valid=valid)
+        assert_equal(fused(short, plan, keys, rank, Pool(plan), valid=valid), want, f"rank {rank}")
+
+
+def test_a_near_tie_is_the_only_difference_to_exact_sums(layout: Layout) -> None:
+    """The same window with the tensor core's sums: blocks that take another's place score that close to it."""
+    problem = make_problem(layout, WINDOWS["more and fewer keys"])
+    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
+    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    for accumulation, error in (("tensor", TENSOR_CORE_ERROR), ("exact", FP32_WORST)):
+        group = Group.make(layout, tokens=1, max_model_len=5000, accumulation=accumulation)
+        pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+        output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.plans], pools)
+        assert compare(output, expected, near_tie=2 * error).wrong == 0, accumulation
