@@ -81,8 +81,6 @@ GROUP_COLUMNS = 32
 """Score columns that a scorer writes together: the 128 bytes of a cache line."""
 KEY_TILE_ROWS = 128
 """Local key rows that the prefill scorer multiplies together."""
-LIST_COLUMNS = 16
-"""Score columns that the fused prefill chain's lists take at a time."""
 PLAN_THREADS = 1024
 FILL_THREADS = 256
 FOLD_THREADS = 256
@@ -131,8 +129,9 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     row_bytes = layouts.HEAD_DIM * layout.element.bytes
     item_rows = layouts.ITEM_TOKENS * layouts.NUM_HEADS
     tile_bytes = KEY_TILE_ROWS * row_bytes
-    group_bytes = item_rows * (LIST_COLUMNS + 4) * 4
-    staging_bytes = item_rows * (GROUP_COLUMNS + 2) * 4
+    list_columns = PREFILL_SCORE[arch.name].list_columns
+    group_bytes = item_rows * (list_columns + 4) * 4
+    staging_bytes = item_rows // 8 * (8 * (GROUP_COLUMNS + 4) + 16) * 4
 
     def shared_bytes(form: PrefillScoreForm, *, lists: bool, exact: bool) -> int:
         # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers.
@@ -171,7 +170,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
             **CONSTANTS,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "KEY_TILE_ROWS": KEY_TILE_ROWS,
-            "LIST_COLUMNS": LIST_COLUMNS,
+            "LIST_COLUMNS": list_columns,
             "arch": arch,
             "layout": layout,
             "threads": tuning.scores.threads,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import LAYOUTS
 
@@ -48,20 +48,25 @@ class SelectTuning:
     """Threads of a CTA of the publisher and of the prefill selection, for rows of up to 1024 columns and for wider.
 
     A CTA of the publisher takes a row. So does a wide one of the prefill selection; in a narrow one, each warp does.
+    Registers of a narrow one's threads are bounded so that ``prefill_narrow_ctas`` fit a multiprocessor.
     ``merge_share`` threads share in the counting of a candidate in a decode merge.
     """
 
     narrow: int
     wide: int
     prefill_narrow: int
+    prefill_narrow_ctas: int
     prefill_wide: int
     merge_share: int
 
 
 # On an H200, publisher, 64 tokens x 1024 columns: 3.0 us; 256 tokens x 8192 columns: 14.7 us. With 128 and 256 threads,
 # 256 tokens x 1024 columns took 5.2 us instead of 6.5 us, but the chain of one token 0.1 to 0.3 us longer.
-_SELECT = SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_wide=256, merge_share=4)
-SELECT = dict.fromkeys(_BY_ARCHITECTURE, _SELECT)
+#
+# Prefill selection, 8192 tokens x 4 heads: 1024 columns 45 us, 8192 columns 267 us, and 367 us with 512 threads a row.
+_SELECT = SelectTuning(narrow=256, wide=512, prefill_narrow=256, prefill_narrow_ctas=5, prefill_wide=256, merge_share=4)
+# Registers of five CTAs would spill. Not measured.
+SELECT = {**dict.fromkeys(_BY_ARCHITECTURE, _SELECT), "sm_89": replace(_SELECT, prefill_narrow_ctas=4)}
 """Shape of publisher and prefill selection by architecture."""
 
 
@@ -82,12 +87,16 @@ class PrefillScoreForm:
 
 @dataclass(frozen=True)
 class PrefillScoreTuning:
-    """Shapes of the prefill scorers: those that write scores or keep lists, with either accumulation."""
+    """Shapes of the prefill scorers: those that write scores or keep lists, with either accumulation.
+
+    Lists take ``list_columns`` score columns at a time.
+    """
 
     scores: PrefillScoreForm
     lists: PrefillScoreForm
     exact_scores: PrefillScoreForm
     exact_lists: PrefillScoreForm
+    list_columns: int
 
     def form(self, *, lists: bool, exact: bool) -> PrefillScoreForm:
         """The shape of one of them."""
@@ -102,7 +111,8 @@ _WGMMA = PrefillScoreTuning(
     lists=PrefillScoreForm(threads=640, stages=5, room=32, multiply_registers=112, other_registers=32),
     exact_scores=PrefillScoreForm(threads=640, stages=4, multiply_registers=104, other_registers=64),
     exact_lists=PrefillScoreForm(threads=640, stages=2, room=24, multiply_registers=104, other_registers=64),
+    list_columns=16,
 )
-_MMA = PrefillScoreTuning(*(PrefillScoreForm(threads=256, stages=2, room=20),) * 4)
+_MMA = PrefillScoreTuning(*(PrefillScoreForm(threads=256, stages=2, room=20),) * 4, list_columns=8)
 PREFILL_SCORE = {"sm_90a": _WGMMA, "sm_100a": _MMA, "sm_103a": _MMA, "sm_89": _MMA, "sm_120a": _MMA}
 """Shapes of the prefill scorers by architecture. Those of ``mma.sync`` are not measured."""

@@ -165,11 +165,12 @@ struct PrefillScoreParams {
   int max_blocks;
   int tokens;
   int rank;
+  int aligned_scores;  // whether 4 scores from a multiple of 4 columns on are 16 aligned bytes in every row
   // Of the fused chain, which keeps lists in place of scores.
-  const int* num_valid_pages;
-  unsigned long long* pool;
   int force_begin_blocks;
   int force_end_blocks;
+  const int* num_valid_pages;
+  unsigned long long* pool;
 };
 
 // CTAs of an item in the fused prefill chain's fold, and tokens of each CTA after those, which look for tokens of no

@@ -203,7 +203,7 @@ PREFILL_SHAPES = [
 ]
 """Windows of which every part is measured unless something else is asked for."""
 
-_SWEEP_TOKENS = (1, 16, 64, 256, 1024, 2048, 8192)
+_SWEEP_TOKENS = (1, 64, 256, 1024, 2048, 8192)
 SWEEPS = {
     context: [tokens for tokens in _SWEEP_TOKENS if PrefillShape(tokens, context, True) not in PREFILL_SHAPES]
     for context in (8 << 10, 32 << 10, 128 << 10, 200 << 10)

@@ -161,6 +161,8 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
     p.scores = s.scores.data<float>();
     p.score_token_stride = s.scores.stride(0);
     p.score_head_stride = s.scores.stride(1);
+    p.aligned_scores = reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 &&
+                       p.score_head_stride % 4 == 0;
   }
   p.max_items = as_int(s.plan.max_items);
   p.max_blocks = as_int(s.plan.columns);

@@ -1,0 +1,103 @@
+// What both selections share: a row and its candidates, the way out where many scores are equal, and the order of ids.
+inline namespace kernels {
+
+// A score row and which of its columns are candidates. The id of a column is `(column << shift) + offset`, so limits on
+// ids are limits on columns.
+struct ScoreRow {
+  const float* score;
+  int shift, offset;
+  int columns;        // that are candidates
+  int forced_before;  // columns below this and from `forced_from` on are forced
+  int forced_from;
+
+  __device__ __forceinline__ ScoreRow(const msa_icp::SelectParams& p, int token, int head)
+      : score(p.scores + token * p.score_token_stride + head * p.score_head_stride),
+        shift(p.index_scale - 1),  // the scale is 1 or 2
+        offset(p.index_offset) {}
+
+  // Columns whose id is below `id`.
+  __device__ __forceinline__ int columns_below(int id) const {
+    return id > offset ? (id - offset - 1 >> shift) + 1 : 0;
+  }
+
+  // Has to come before all that follows.
+  __device__ __forceinline__ void limit(const msa_icp::SelectParams& p, int num_valid) {
+    columns = min(columns_below(min(num_valid, kMaxBlocks)), p.score_columns);
+    forced_before = min(columns_below(p.force_begin_blocks), columns);
+    forced_from = max(min(columns_below(max(max(num_valid, 0) - p.force_end_blocks, 0)), columns), forced_before);
+  }
+
+  __device__ __forceinline__ Key key(int column) const {
+    const bool forced = column < forced_before || column >= forced_from;
+    return candidate_key(score_key(score[column]), (column << shift) + offset, forced);
+  }
+};
+
+// Waits for the warps that take a row: one, or a CTA.
+template <int kWarps>
+__device__ __forceinline__ void row_sync() {
+  if (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Exact whatever the scores: the largest key below the one found before, 16 times. Rare, so the row is read again
+// rather than held in registers. Places without a candidate hold kNoCandidate.
+template <int kWarps, typename Shared>
+__device__ __forceinline__ void select_one_by_one(const ScoreRow& row, Shared& shared, int warp, int lane) {
+  Key previous = ~static_cast<Key>(0);
+  for (int place = 0; place < kTopK; ++place) {
+    Key best = kNoCandidate;
+    for (int column = warp * 32 + lane; column < row.columns; column += kWarps * 32) {
+      const Key key = row.key(column);
+      if (key < previous) best = max(best, key);
+    }
+    Key row_best = best;
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) row_best = max(row_best, __shfl_xor_sync(kFullWarp, row_best, mask));
+    row_sync<kWarps>();
+    if (lane == 0) shared.warp_best[warp] = row_best;
+    row_sync<kWarps>();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) row_best = max(row_best, shared.warp_best[w]);
+    if (row_best == kNoCandidate ? warp == 0 && lane == 0 : best == row_best) shared.winner[place] = row_best;
+    previous = row_best;
+  }
+  row_sync<kWarps>();
+}
+
+// A selected row, in the order of its ids: place, raw score and id of this lane's winner, for the lanes below kTopK.
+// Places without a winner hold (-inf, -1) and are the last ones.
+struct Selected {
+  int place, bits, id;
+};
+
+__device__ __forceinline__ Selected order_by_id(const Key (&winner)[kTopK], int lane) {
+  Selected selected;
+  const Key key = lane < kTopK ? winner[lane] : kNoCandidate;
+  selected.id = key == kNoCandidate ? -1 : id_of(key);
+  selected.bits = __float_as_int(key == kNoCandidate ? kMinusInfinity : score_of(key));
+  selected.place = selected.id < 0 ? lane : 0;  // ranks are dense, so empty places are the last ones already
+#pragma unroll
+  for (int i = 0; i < kTopK; ++i) {
+    // As an unsigned number, an empty place comes after every id.
+    const unsigned other = static_cast<unsigned>(__shfl_sync(kFullWarp, selected.id, i));
+    if (selected.id >= 0) selected.place += other < static_cast<unsigned>(selected.id);
+  }
+  return selected;
+}
+
+// The 16 winners of a row, in the order of their ids.
+__device__ __forceinline__ Selected selected_row(const ScoreRow& row, const Key (&winner)[kTopK], int lane) {
+  Selected selected = order_by_id(winner, lane);
+  // A key tells neither NaN from -inf nor -0.0 from +0.0.
+  const float score = __int_as_float(selected.bits);
+  if (selected.id >= 0 && (score == kMinusInfinity || score == 0.0f)) {
+    selected.bits = __float_as_int(row.score[selected.id - row.offset >> row.shift]);
+  }
+  return selected;
+}
+
+}  // namespace kernels
