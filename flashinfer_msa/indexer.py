@@ -139,7 +139,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
         short_shape = (self.prefill_short_tokens, NUM_HEADS, self.prefill_score_columns)
-        self._short_scratch = torch.empty(short_shape, device=self.device) if self.prefill_short_tokens else None
+        self._short_scratch = (
+            torch.empty(short_shape, dtype=torch.float32, device=self.device) if self.prefill_short_tokens else None
+        )
         # The fields checked last, and what every launch of the decode chain takes from them and the plan.
         nothing: tuple[Any, ...] = (object(),) * len(self._comm_fields)
         self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = (nothing, torch.zeros(0, dtype=torch.int64))
@@ -147,7 +149,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
     def __repr__(self) -> str:
         return (
             f"MSAIcpIndexerPlan({self.layout.title}, rank {self.rank} of {self.world_size}, {self.device}, "
-            f"backend={self.backend!r})"
+            f"accumulation={self.accumulation!r}, backend={self.backend!r})"
         )
 
     def _pitch(self, max_seq_len: int) -> int:
@@ -429,6 +431,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         ------
         ValueError
             If an argument is not as described; nothing has been launched then.
+        RuntimeError
+            If a launch fails, or the kernels are not resident while a graph is captured.
         """
         require_int("window", window, 0, self.max_prefill_windows - 1)
         require_int("total_q", total_q, 1, self.prefill_window_tokens())
@@ -483,22 +487,26 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         window_plan : MSAIcpScorePlan
             From :meth:`prefill_window_plan`.
         score_scratch : torch.Tensor
-            float32 ``[at least T, 4, at least the plan's score columns]``, see ``prefill_scratch_shape``. Unused with a
-            pool, where it may be None.
+            float32 ``[at least T, 4, at least the plan's score columns]``, unit last stride; see
+            ``prefill_scratch_shape``. The plan has fewer than 12288 score columns then. With a pool, which has no such
+            limit, it is not used and may be None.
         num_valid_pages : torch.Tensor
-            int32 ``[T]``, B128 blocks that each token may select, 0 for padding: at most those with a key that it sees,
-            ``ceil(min(position + 1, keys) / 128)``. No scores are written beyond those.
+            int32 ``[T]``, contiguous: B128 blocks that each token may select, 0 for padding; at most those with a key
+            that it sees, ``ceil(min(position + 1, keys) / 128)``. No scores are written beyond those.
         carrier_view : torch.Tensor
-            int32 ``[4, T, 33]``: the window's tokens of the step's carrier.
+            int32 ``[4, T, 33]``, unit last stride: the window's tokens of the step's carrier.
         pool : torch.Tensor, optional
-            uint8 of ``prefill_pool_shape``, or of ``msa_icp_prefill_pool_bytes`` for the window, 16-byte aligned: run
-            the fused chain, which keeps lists of candidates in it instead of score rows, with the same result. A window
-            of at most ``prefill_short_tokens`` tokens runs the separate chain, which is faster there.
+            uint8 of ``prefill_pool_shape``, or of at least ``msa_icp_prefill_pool_bytes`` for the window, contiguous,
+            16-byte aligned, a multiple of 8 bytes: run the fused chain, which keeps lists of candidates in it instead
+            of score rows, with the same result. A window of at most ``prefill_short_tokens`` tokens runs the separate
+            chain, which is faster there, in scratch of the indexer's own: on one stream at a time.
 
         Raises
         ------
         ValueError
             If an argument is not as described; nothing has been launched then.
+        RuntimeError
+            If a launch fails, or the kernels are not resident while a graph is captured.
         """
         require_score_plan("window_plan", window_plan)
         self._backend.prefill_local(
@@ -540,6 +548,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         ------
         ValueError
             If an argument is not as described; nothing has been launched then.
+        RuntimeError
+            If a launch fails, or the kernels are not resident while a graph is captured.
         """
         self._backend.prefill_merge(
             PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)

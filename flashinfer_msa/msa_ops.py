@@ -456,6 +456,8 @@ def msa_icp_index_score_sharded_plan_device(
         If an argument is not as described, the bounds allow more than 65536 segments, 65535 items of 64 tokens
         (``ceil(total_q / 64) + min(B, total_q) - 1``), 65535 blocks of keys a segment or ``2**31 - 1`` block columns of
         all items, or no kernels are installed for the GPU.
+    RuntimeError
+        If a launch fails, or the kernels are not resident while a graph is captured.
     """
     call = PrefillPlan(
         qo_segment_lens=qo_segment_lens,
@@ -540,6 +542,8 @@ def msa_icp_index_score_sharded(
     ------
     ValueError
         If an argument is not as described, or no kernels are installed for the GPU.
+    RuntimeError
+        If a launch fails, or the kernels are not resident while a graph is captured.
     """
     implementation = find_backend(backend)
     exact = is_exact(accumulation)
@@ -597,6 +601,8 @@ def msa_icp_topk_select_prefill(
     ------
     ValueError
         If an argument is not as described, or no kernels are installed for the GPU.
+    RuntimeError
+        If a launch fails, or the kernels are not resident while a graph is captured.
     """
     find_backend(backend).select_prefill(
         SelectPrefill(
@@ -629,24 +635,37 @@ def msa_icp_prefill_score_select(
     accumulation: str = "tensor",
     backend: str = "cake",
 ) -> None:
-    """Score a prefill window and select into carrier rows without score rows; the rows are those of the two functions.
+    """Score a prefill window and select into carrier rows, without score rows.
 
-    Arguments are those of ``msa_icp_index_score_sharded`` and ``msa_icp_topk_select_prefill``, but for those that the
-    layout settles. Candidates are the columns of the plan's blocks with a global id below
-    ``min(num_valid_pages[t], 8192)``, those without a key that the token sees with ``-inf``; the scorer keeps sorted
-    lists of the 16 best of each row of its pieces of work, which a second kernel folds.
+    The rows are those of ``msa_icp_index_score_sharded`` with ``initialize`` and ``msa_icp_topk_select_prefill``.
+    Candidates are the columns of the plan's blocks with a global id below ``min(num_valid_pages[t], 8192)``, those
+    without a key that the token sees with ``-inf``. The scorer keeps lists of the 16 best of each row of its pieces of
+    work, which a second kernel folds. Nothing is written for a plan without a segment.
 
     Parameters
     ----------
+    q : torch.Tensor
+        float8_e4m3fn ``[T, 4, 128]`` with ``T == plan.total_q``, contiguous, 16-byte aligned.
+    k : torch.Tensor
+        float8_e4m3fn ``[pages, page_size / tp, 128]``, this rank's key rows; dense rows, 16-byte aligned, a page pitch
+        that is a multiple of 16 bytes. Rows and ``tp`` together say what the page size is.
+    block_table : torch.Tensor
+        int32 ``[B, columns]``, unit last stride: page of each page column of a segment.
+    plan : MSAIcpScorePlan
+        The window.
     num_valid_pages : torch.Tensor
         int32 ``[T]``, contiguous: global B128 blocks of each token, 0 for padding.
     pool : torch.Tensor
-        uint8 of at least ``msa_icp_prefill_pool_bytes`` for the plan's ``total_q`` and ``batch`` (of which no more
-        than ``total_q`` count), contiguous, 16-byte aligned, a multiple of 8 bytes; never zeroed.
+        uint8 of at least ``msa_icp_prefill_pool_bytes`` for the plan's ``total_q`` and ``batch``, contiguous, 16-byte
+        aligned, a multiple of 8 bytes; never zeroed. Segments beyond ``total_q``, which are empty, need no room.
     carrier : torch.Tensor
         int32 ``[4, T, 33]``, head-major, unit last stride, rows and heads that do not overlap.
+    rank, tp : int
+        This rank and the number of ranks, 2 or 4.
     compact : bool
         A column a page: True for 256-token pages, False for 128-token pages.
+    force_begin_blocks, force_end_blocks : int
+        First and last blocks of a token that are always selected; at most 16 together.
     enable_pdl : bool
         Launch both kernels as programmatic dependents; nothing is read before the preceding kernel has completed.
     accumulation : str
@@ -657,7 +676,9 @@ def msa_icp_prefill_score_select(
     Raises
     ------
     ValueError
-        If an argument is not as described, or no kernels are installed for the GPU.
+        If an argument is not as described, or no kernels are installed for the GPU; nothing has been launched then.
+    RuntimeError
+        If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
     """
     implementation = find_backend(backend)
     exact = is_exact(accumulation)

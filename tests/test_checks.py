@@ -677,7 +677,7 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     ("fused", "pool", lambda a: a["pool"].repeat(2)[:98308], "pool must have a multiple of 8 bytes, had 98308"),
     ("fused_local", "pool", lambda a: a["pool"][8:].clone(), r"pool must have at least 98304 .*had shape \[98296\]"),
     ("fused_local", "pool", lambda a: a["pool"].repeat(2)[:98308], "pool must have a multiple of 8 bytes, had 98308"),
-    ("fused_local", "pool", lambda a: None, "score_scratch must be a dense tensor, was None"),
+    ("fused_local", "pool", lambda a: None, "score_scratch must be a dense tensor, was None without a pool"),
     ("fused_local", "score_scratch", lambda a: torch.zeros(4, 4, 5).int(), "score_scratch must be .*32, was .*int32"),
     ("local", "pool", lambda a: torch.zeros(8), "pool must be torch.uint8, was torch.float32"),
     # Another group's exchange.
@@ -850,11 +850,15 @@ def test_what_a_number_was_is_told_apart_from_a_number(name: str, argument: str)
         ("prefill_score", {"plan.total_q": 65}, "plan.packed_work_info must have at least 4 .*"),
         ("prefill_score", {"plan.columns": 6}, r"block_table must have at least 6 .*, had shape \[3, 5\]"),
         ("prefill_score", {"plan.batch": 2}, "plan.batch must be in \\[3, 3\\], was 2"),
-        ("prefill_score", {"compact": True}, "compact must be False for 128-token pages, which are blocks, was True"),
+        (
+            "prefill_score",
+            {"compact": True},
+            "compact must be False for 128-token pages .64 rows times tp 2., .*, was True",
+        ),
         ("fused", {"force_begin_blocks": 8, "force_end_blocks": 9}, "force_begin_blocks .*at most 16, was 8 [+] 9"),
         ("fused", {"plan.total_q": 5}, r"q must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
         ("fused", {"plan.batch": 2}, "plan.batch must be in \\[3, 3\\], was 2"),
-        ("fused", {"compact": True}, "compact must be False for 128-token pages, which are blocks, was True"),
+        ("fused", {"compact": True}, "compact must be False for 128-token pages .64 rows .*, was True"),
         ("local", {"window_plan.total_q": 5}, r"query must have shape .*\[5, 4, 128\], was \[4, 4, 128\]"),
         ("local", {"window_plan.batch": 4}, r"window_plan.batch must be in \[3, 3\], was 4"),
     ),
@@ -1500,7 +1504,7 @@ def test_compact_scores_are_a_column_a_page() -> None:
 
 
 def test_lists_have_a_column_a_page() -> None:
-    says = "compact must be True for 256-token pages, of which lists have a column each, was False"
+    says = "compact must be True for 256-token pages .128 rows times tp 2., was False"
     make_call("fused", "p256_tp2").refuses(says, compact=False)
 
 

@@ -551,6 +551,19 @@ def test_candidates_of_the_fused_chain_end_with_the_plans_columns(layout: Layout
             assert rows[:, :, 16:32].tolist() == [[held + [-1] * (16 - len(held))] * 7] * 4
 
 
+@every_layout
+def test_scores_are_float32_whatever_the_default_dtype(layout: Layout) -> None:
+    """Serving engines change it while they build a model."""
+    problem = PrefillProblem.random(layout, query_lens=[4, 3], kv_lens=[1700, 200])
+    plan = device_plan(problem)
+    expected = fused_rows(problem, plan, 0, problem.num_valid_pages, (0, 1))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(fused_rows(problem, plan, 0, problem.num_valid_pages, (0, 1)), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_fused_chain_stops_at_the_candidate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, blocks = LAYOUTS["p128_tp2"], 8200
     problem = PrefillProblem.random(layout, query_lens=[1], kv_lens=[128])

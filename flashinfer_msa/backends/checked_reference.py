@@ -304,7 +304,7 @@ class TorchBackend:
 def _score_plane(index_q: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     """A plane for the scores of every page of the block table, -inf where none is written."""
     columns = min(max(ceil_div(block_table.shape[1], 4) * 4, 4), MAX_BLOCKS)
-    return torch.full((len(index_q), NUM_HEADS, columns), -torch.inf, device=index_q.device)
+    return torch.full((len(index_q), NUM_HEADS, columns), -torch.inf, dtype=torch.float32, device=index_q.device)
 
 
 def _layout_of(keys: torch.Tensor, world_size: int) -> Layout:

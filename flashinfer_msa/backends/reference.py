@@ -221,7 +221,7 @@ def prefill_score_select(
     """
     scale, offset = layout.index_scale, layout.index_offset(rank)
     columns = math.ceil((min(plan.columns, MAX_BLOCKS) - offset) / scale)
-    scores = torch.empty(plan.total_q, NUM_HEADS, columns, device=q.device)
+    scores = torch.empty(plan.total_q, NUM_HEADS, columns, dtype=torch.float32, device=q.device)
     prefill_index_score(q, k, block_table, plan, scores, layout=layout, rank=rank, initialize=True, compact=scale > 1)
     select_prefill(
         scores,
@@ -258,7 +258,7 @@ def select_rows(
     chosen = chosen.gather(-1, order)
     best = best.masked_fill(~chosen, 0)
     rows = torch.empty(*scores.shape[:-1], 2, TOP_K, dtype=torch.int32, device=scores.device)
-    rows[..., 0, :] = torch.tensor(-torch.inf).view(torch.int32)
+    rows[..., 0, :] = torch.tensor(-torch.inf, dtype=torch.float32).view(torch.int32)
     rows[..., 1, :] = -1
     places = best.shape[-1]
     rows[..., 0, :places] = torch.where(chosen, scores.view(torch.int32).gather(-1, best), rows[..., 0, :places])

@@ -139,7 +139,8 @@ void check_score(Call& call, Score* s, int64_t multiprocessors) {
 
 void refuse_compact_blocks(Call& call, const Score& s) {
   if (call.ok() && s.compact && s.info->index_scale == 1) {
-    call.fail("compact must be False for 128-token pages, which are blocks, was True");
+    call.fail("compact must be False for 128-token pages (%d rows times tp %d), which are blocks, was True",
+              s.info->rows, s.world_size);
   }
 }
 
@@ -226,7 +227,7 @@ void check_fused(Call& call, const Score& s, const Selection& selection) {
   if (!call.ok()) return;
   // A piece for each item, and one more for each range that begins within an item.
   const int64_t pieces = s.plan.max_items == 0 ? 0 : s.plan.max_items + s.plan.work_range.size(0) - 1;
-  check_pool(call, s.pool, pieces * kItemListBytes, "bytes for the lists of every item's pieces");
+  check_pool(call, s.pool, pieces * kItemListBytes, "the plan's msa_icp_prefill_pool_bytes");
   check_selection(call, selection, s.plan.total_q);
 }
 
@@ -386,7 +387,7 @@ MSA_EXPORT __tvm_ffi_prefill_score_select(void*, const TVMFFIAny* args, int32_t 
   check_score(call, &s, multiprocessors);
   refuse_compact_blocks(call, s);
   if (call.ok() && !s.compact && s.info->index_scale > 1) {
-    call.fail("compact must be True for 256-token pages, of which lists have a column each, was False");
+    call.fail("compact must be True for 256-token pages (%d rows times tp %d), was False", s.info->rows, s.world_size);
   }
   check_fused(call, s, selection);
   check_carrier(call, carrier, s.plan.total_q);
@@ -416,7 +417,7 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
   s.pool = call.optional_tensor("pool", Type::kUInt8, 1);
   const Tensor short_scratch = call.optional_tensor("short_scratch", Type::kFloat32, 3);
   s.exact = call.flag("exact");
-  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None");
+  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None without a pool");
   s.initialize = s.enable_pdl = false;
   s.compact = true;
   check_score(call, &s, multiprocessors);

@@ -91,12 +91,17 @@ def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
 
 
 class Plane:
-    """A strided score plane in poisoned storage, so that every element that is written shows."""
+    """A strided score plane in poisoned storage, so that every element that is written shows.
 
-    def __init__(self, tokens: int, columns: int, extra: int = 3) -> None:
-        pitch = columns + extra
-        self.storage = torch.full((tokens * (NUM_HEADS * pitch + extra) + 1,), POISON, device="cuda")
-        self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (NUM_HEADS * pitch + extra, pitch, 1), 1)
+    Rows start at multiples of 16 bytes, as a facade's scratch has them, or nowhere near.
+    """
+
+    def __init__(self, tokens: int, columns: int, *, aligned: bool = False) -> None:
+        extra = 4 + -columns % 4 if aligned else 3
+        offset, pitch = 4 if aligned else 1, columns + extra
+        between = NUM_HEADS * pitch + (4 if aligned else 3)
+        self.storage = torch.full((tokens * between + offset,), POISON, device="cuda")
+        self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (between, pitch, 1), offset)
 
 
 def run_step(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from prefill_windows import WINDOWS, make_plan, make_problem, run_step, with_ranges
-from simulated_group import POISON, SMALL, Group, assert_equal
+from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.accumulation import ACCUMULATIONS
@@ -318,26 +318,32 @@ def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
         assert_equal(carrier.storage, want, "carrier")
 
 
-def test_pdl_waits_for_the_plan_and_the_query(layout: Layout) -> None:
+@pytest.mark.parametrize("late", ["query", "packed_work_range", "packed_work_info", "num_valid_pages"])
+def test_pdl_waits_for_all_that_is_read(layout: Layout, late: str) -> None:
     """Both kernels, launched as programmatic dependents, read nothing before their predecessor has completed."""
     problem = make_problem(layout, WINDOWS["ragged"])
     keys = problem.shard(0)
     plan = make_plan(problem)
-    want, pool = separate(problem, plan, keys, 0), Pool(plan)
-    query = torch.zeros_like(problem.index_q.view(torch.uint8))
-    late = replace(problem, index_q=query.view(problem.index_q.dtype))
-    for _ in range(3 if SMALL else 20):
-        query.zero_()
-        query.copy_(problem.index_q.view(torch.uint8))
-        planned = make_plan(problem)
-        got = fused(late, planned, keys, 0, pool, valid=problem.num_valid_pages, enable_pdl=True)
+    want = separate(problem, plan, keys, 0)
+    for _ in range(2):
+        given, valid = plan, problem.num_valid_pages
+        source = {"query": problem.index_q, "num_valid_pages": valid}.get(late)
+        source = getattr(plan, late) if source is None else source
+        written = torch.zeros_like(source.view(torch.uint8))
+        fresh = written.view(source.dtype)
+        query = fresh if late == "query" else problem.index_q
+        valid = fresh if late == "num_valid_pages" else valid
+        given = replace(plan, **{late: fresh}) if late.startswith("packed") else plan
+        pool = Pool(plan)
+        write_late(written, source)
+        got = fused(replace(problem, index_q=query), given, keys, 0, pool, valid=valid, enable_pdl=True)
         assert_equal(got, want, "carrier")
 
 
 def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> None:
     """A window that was planned again for longer keys: candidates still end where the first plan's columns do."""
     layout = LAYOUTS["p256_tp2"]
-    problem = make_problem(layout, {"query_lens": [64], "kv_lens": [16384]})
+    problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
     valid = problem.num_valid_pages.clamp(max=2)
     short = replace(problem, block_table=problem.block_table[:, :1])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from prefill_windows import WINDOWS, Plane, make_plan, make_problem, ragged, run_step, with_ranges
-from simulated_group import POISON, SMALL, Group, assert_equal
+from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.accumulation import ACCUMULATIONS
@@ -55,7 +55,7 @@ def score_errors(
             columns = -(-plan.columns // (2 if compact else 1)) + 3
             initialize = bool(rank % 2)
             form: dict[str, Any] = {"layout": layout, "rank": rank, "compact": compact, "initialize": initialize}
-            ours, theirs, bound = (Plane(plan.total_q, columns) for _ in range(3))
+            ours, theirs, bound = (Plane(plan.total_q, columns, aligned=rank % 2 == 0) for _ in range(3))
             reference.prefill_index_score(problem.index_q, keys, problem.block_table, plan, theirs.view, **form)
             reference.prefill_index_score(
                 magnitude(problem.index_q), magnitude(keys), problem.block_table, plan, bound.view, **form
@@ -117,7 +117,7 @@ def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, An
     keys = problem.shard(1)
     results = []
     for ranges in (count, count, 7, 1):
-        plane = Plane(plan.total_q, plan.columns)
+        plane = Plane(plan.total_q, plan.columns, aligned=True)
         msa_ops.msa_icp_index_score_sharded(
             problem.index_q,
             keys,
@@ -222,10 +222,10 @@ def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
 def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
     """A window that was planned again for longer keys: scores still end where the first plan's columns do."""
     layout = LAYOUTS["p256_tp2"]
-    problem = make_problem(layout, {"query_lens": [64], "kv_lens": [16384]})
+    problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
     for compact in forms_of(layout):
-        plane = Plane(64, 1 if compact else 2)
+        plane = Plane(3 * 64, 1 if compact else 2)
         msa_ops.msa_icp_index_score_sharded(
             problem.index_q,
             problem.shard(0),
@@ -410,27 +410,31 @@ def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
         assert counts.wrong == 0, counts
 
 
-def test_pdl_waits_for_the_plan_and_the_query(layout: Layout) -> None:
-    """Kernels launched as programmatic dependents read nothing before their predecessor has completed."""
+@pytest.mark.parametrize("late", ["query", "packed_work_range", "packed_work_info"])
+def test_pdl_waits_for_the_plan_and_the_query(layout: Layout, late: str) -> None:
+    """A scorer launched as a programmatic dependent reads nothing before its predecessor has completed."""
     problem = make_problem(layout, WINDOWS["ragged"])
-    keys = problem.shard(0)
     plan = make_plan(problem)
     planes = [Plane(plan.total_q, plan.columns) for _ in range(2)]
     for plane, enable_pdl in zip(planes, (False, True), strict=True):
-        query = torch.zeros_like(problem.index_q.view(torch.uint8))
-        for _ in range(3 if SMALL else 20):
-            make_plan(problem)
-            query.copy_(problem.index_q.view(torch.uint8))
-            msa_ops.msa_icp_index_score_sharded(
-                query.view(problem.index_q.dtype),
-                keys,
-                problem.block_table,
-                make_plan(problem),
-                rank=0,
-                max_score=plane.view,
-                tp=layout.world_size,
-                enable_pdl=enable_pdl,
-            )
+        query, given = problem.index_q, plan
+        if enable_pdl:
+            source = query if late == "query" else getattr(plan, late)
+            written = torch.zeros_like(source.view(torch.uint8))
+            query = written.view(query.dtype) if late == "query" else query
+            given = plan if late == "query" else replace(plan, **{late: written.view(torch.int64)})
+            write_late(written, source)
+        msa_ops.msa_icp_index_score_sharded(
+            query,
+            problem.shard(0),
+            problem.block_table,
+            given,
+            rank=0,
+            max_score=plane.view,
+            initialize=False,
+            tp=layout.world_size,
+            enable_pdl=enable_pdl,
+        )
     assert_equal(planes[1].storage, planes[0].storage, "scores")
 
 
