@@ -417,7 +417,7 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
   s.pool = call.optional_tensor("pool", Type::kUInt8, 1);
   const Tensor short_scratch = call.optional_tensor("short_scratch", Type::kFloat32, 3);
   s.exact = call.flag("exact");
-  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None without a pool");
+  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None");
   s.initialize = s.enable_pdl = false;
   s.compact = true;
   check_score(call, &s, multiprocessors);
