@@ -134,8 +134,9 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     staging_bytes = item_rows // 8 * (8 * (GROUP_COLUMNS + 4) + 16) * 4
 
     def shared_bytes(form: PrefillScoreForm, *, lists: bool, exact: bool) -> int:
-        # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers.
-        list_bytes = item_rows * (layouts.TOP_K * 4 + form.room * 6 + 5 * 4)
+        # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers. A warp of 16 rows has one more.
+        rows = item_rows // 16 * 17 if arch.wgmma else item_rows
+        list_bytes = rows * (layouts.TOP_K * 4 + form.room * 6 + 5 * 4)
         if not arch.wgmma:
             return form.stages * tile_bytes + (group_bytes + list_bytes if lists else staging_bytes)
         # An item's queries, two descriptions of 36 bytes, and barriers: two a buffer, and one more.

@@ -34,8 +34,8 @@ status=0
 seconds=${BENCH_SECONDS:-1800}
 timeout "$seconds" "$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 | tee "$out/bench.log" || status=1
 
-# The sanitizer slows everything down and times nothing, so its tools run side by side. Nothing may spin under it.
-# Two of them look at our kernels alone: the oracle's sorts would take racecheck many minutes.
+# The sanitizer slows everything down and times nothing, so its tools run side by side. Nothing may spin under it. All
+# look at our kernels alone, since the oracle's would take minutes, but for initcheck, which has to see every write.
 ours=(--kernel-name kns=msa_icp)
 tools=(memcheck racecheck synccheck initcheck)
 sanitize() {
@@ -45,9 +45,9 @@ sanitize() {
 arguments=()
 for tool in "${tools[@]}"; do
   options=()
-  [[ $tool != racecheck ]] || options=("${ours[@]}")
+  [[ $tool == initcheck ]] || options=("${ours[@]}")
   # With the barriers that it tracks by itself, the tool runs out in the scorer and fails the launch.
-  [[ $tool != synccheck ]] || options=("${ours[@]}" --num-cuda-barriers 1024)
+  [[ $tool != synccheck ]] || options+=(--num-cuda-barriers 1024)
   sanitize "$tool" "${options[@]}" &
   arguments+=(--sanitizer "$tool=$out/$tool.log")
 done

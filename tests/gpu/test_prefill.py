@@ -219,6 +219,51 @@ def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
     assert (plane.storage[outside] == POISON).all()
 
 
+def test_lengths_whose_sum_overflows_plan_nothing_outside() -> None:
+    segments, bounds = 128, {"total_q": 70, "max_query_len": 70, "max_seq_len": 1000}
+    items = -(-70 // 64) + 70 - 1
+    storage = torch.full((3 * items,), -1, dtype=torch.int64, device="cuda")
+    lens = torch.full((segments,), 2**31 - 1, dtype=torch.int32, device="cuda")
+    offsets = torch.zeros(segments + 1, dtype=torch.int32, device="cuda")
+    given = make_plan(make_problem(LAYOUTS["p128_tp2"], WINDOWS["ragged"]))
+    msa_ops.msa_icp_index_score_sharded_plan_device(
+        lens,
+        lens,
+        offsets,
+        offsets,
+        torch.zeros_like(lens),
+        NUM_HEADS,
+        **bounds,
+        packed_work_range=given.packed_work_range,
+        packed_work_info=storage[items : 2 * items],
+        workspace=given.workspace,
+    )
+    assert (storage[:items] == -1).all() and (storage[2 * items :] == -1).all()
+    assert (storage[items : 2 * items] != -1).all()
+
+
+@pytest.mark.parametrize("offset", [-7, -2, -1, 9])
+def test_offsets_outside_write_nothing_outside(offset: int) -> None:
+    """Rows that are written 16 bytes at a time, of a segment that starts before the first token or ends after the last."""
+    layout = LAYOUTS["p128_tp4"]
+    problem = make_problem(layout, {"query_lens": [16], "kv_lens": [4096]})
+    plan = make_plan(problem)
+    storage, guard = torch.full((1 << 15,), POISON, device="cuda"), 1 << 14
+    plane = storage[guard : guard + 16 * NUM_HEADS * 32].view(16, NUM_HEADS, 32)
+    msa_ops.msa_icp_index_score_sharded(
+        problem.index_q,
+        problem.shard(0),
+        problem.block_table,
+        replace(plan, qo_segment_offsets=torch.tensor([offset, 16], dtype=torch.int32, device="cuda")),
+        rank=0,
+        max_score=plane,
+        tp=4,
+        initialize=False,
+    )
+    assert (storage[:guard] == POISON).all() and (storage[guard + plane.numel() :] == POISON).all()
+    assert (plane != POISON).any()
+
+
 def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
     """A window that was planned again for longer keys: scores still end where the first plan's columns do."""
     layout = LAYOUTS["p256_tp2"]
