@@ -244,7 +244,7 @@ def test_lengths_whose_sum_overflows_plan_nothing_outside() -> None:
 
 @pytest.mark.parametrize("offset", [-7, -2, -1, 9])
 def test_offsets_outside_write_nothing_outside(offset: int) -> None:
-    """Rows that are written 16 bytes at a time, of a segment that starts before the first token or ends after the last."""
+    """Rows written 16 bytes at a time, of a segment that starts before the first token or ends past the last."""
     layout = LAYOUTS["p128_tp4"]
     problem = make_problem(layout, {"query_lens": [16], "kv_lens": [4096]})
     plan = make_plan(problem)
