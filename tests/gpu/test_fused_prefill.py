@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_windows import WINDOWS, make_plan, make_problem, run_step, with_ranges
+from prefill_windows import (
+    WINDOWS,
+    make_plan,
+    make_problem,
+    poisoned_pools,
+    run_step,
+    unsharded_top16,
+    with_ranges,
+    without_padding,
+)
 from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, Layout
 from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, brute_force_top16, compare
+from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, compare
 from flashinfer_msa.sizing import max_items
 
 FORCED = [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)]
@@ -224,8 +233,7 @@ def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property: Callable[[str, int], None]
 ) -> None:
     """The facade's chain with a pool and exact sums, in one window: equal to the brute force but for near ties."""
-    window = {key: value for key, value in window.items() if key != "padding"}
-    problem = make_problem(layout, window)
+    problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(
         layout,
@@ -237,10 +245,9 @@ def test_output_equals_unsharded_top16(
     )
     total = len(problem.index_q)
     nothing = [None for _ in group.plans]
-    pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    pools = poisoned_pools(group)
     output, _ = run_step(group, problem, total, nothing, pools)
-    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
-    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    expected = unsharded_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * FP32_WORST)
     record_property("near_ties", counts.near_ties)
     assert counts.wrong == 0, counts
@@ -249,8 +256,7 @@ def test_output_equals_unsharded_top16(
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: str) -> None:
     """Several windows with one pool, and segments that go on from one to the next: equal to a step without a pool."""
-    window = {key: value for key, value in WINDOWS["ragged"].items() if key != "padding"}
-    problem = make_problem(layout, window)
+    problem = make_problem(layout, without_padding(WINDOWS["ragged"]))
     # Keys so long that a step may have 64 windows.
     group = Group.make(layout, tokens=1, max_model_len=1 << 23, accumulation=accumulation)
     total = len(problem.index_q)
@@ -258,7 +264,7 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: st
     scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
     want = run_step(group, problem, total, scratches)
     nothing = [None for _ in group.plans]
-    pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    pools = poisoned_pools(group)
     for tokens in (total, 128, 100):
         got = run_step(group, problem, tokens, nothing, pools)
         assert_equal(got[0], want[0], f"output in windows of {tokens}")
@@ -353,13 +359,12 @@ def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> No
         assert_equal(fused(short, plan, keys, rank, Pool(plan), valid=valid), want, f"rank {rank}")
 
 
-def test_a_near_tie_is_the_only_difference_to_exact_sums(layout: Layout) -> None:
-    """The same window with the tensor core's sums: blocks that take another's place score that close to it."""
+def test_only_near_ties_differ_from_the_brute_force(layout: Layout) -> None:
+    """With either accumulation, blocks that take another's place score as close to it as its error allows."""
     problem = make_problem(layout, WINDOWS["more and fewer keys"])
-    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
-    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    expected = unsharded_top16(problem, init_blocks=1, local_blocks=2)
     for accumulation, error in (("tensor", TENSOR_CORE_ERROR), ("exact", FP32_WORST)):
         group = Group.make(layout, tokens=1, max_model_len=5000, accumulation=accumulation)
-        pools = [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+        pools = poisoned_pools(group)
         output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.plans], pools)
         assert compare(output, expected, near_tie=2 * error).wrong == 0, accumulation

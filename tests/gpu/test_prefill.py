@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_windows import WINDOWS, Plane, make_plan, make_problem, ragged, run_step, with_ranges
+from prefill_windows import (
+    WINDOWS,
+    Plane,
+    make_plan,
+    make_problem,
+    ragged,
+    run_step,
+    unsharded_top16,
+    with_ranges,
+    without_padding,
+)
 from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
@@ -345,8 +355,7 @@ def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
 ) -> None:
     """The facade's chain in one window; carrier rows are what the reference selects from the kernel's own scores."""
-    window = {key: value for key, value in window.items() if key != "padding"}
-    problem = make_problem(layout, window)
+    problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(
         layout,
@@ -370,9 +379,7 @@ def test_output_equals_unsharded_top16(
         )
         assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {plan.rank}")
         assert (carrier[..., -1] == 1).all()
-    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
-    # Brute force and spec differ on purpose where nothing is valid: a prefill row is [0, -1, ...] then.
-    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
+    expected = unsharded_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * TENSOR_CORE_ERROR)
     record_property("near_ties", counts.near_ties)
     assert counts.wrong == 0, counts
@@ -381,8 +388,7 @@ def test_output_equals_unsharded_top16(
 
 def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
     """A step in one window and in several, with segments that go on from one to the next: equal to the bit."""
-    window = {key: value for key, value in WINDOWS["ragged"].items() if key != "padding"}
-    problem = make_problem(layout, window)
+    problem = make_problem(layout, without_padding(WINDOWS["ragged"]))
     group = Group.make(layout, tokens=1, max_model_len=1 << 23)  # so long that a step may have 64 windows
     total = len(problem.index_q)
     pitch = -(-problem.block_table.shape[1] // 16) * 16
