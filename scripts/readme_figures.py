@@ -221,7 +221,8 @@ def prefill_lines(rows: Sequence[Row]) -> list[str]:
     exact = ', and of an FP16 one\'s with `accumulation="exact"`' if "score, exact" in found else ""
     text = paragraph(
         "Prefill window of one segment, one rank, all four heads, cold keys, without the exchange. In brackets, "
-        f"the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run{exact}.\n"
+        f"the share of an FP8 matrix product's rate (cuBLAS, 8192 x 8192 x 8192) in the same run{exact}. It may be "
+        "more than 100%, since power limits both.\n"
         "`flashinfer-msa bench prefill --plot prefill.png` measures table and plot:",
         lines,
     )
