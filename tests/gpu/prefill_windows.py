@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +102,63 @@ class Plane:
         between = NUM_HEADS * pitch + (4 if aligned else 3)
         self.storage = torch.full((tokens * between + offset,), POISON, device="cuda")
         self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (between, pitch, 1), offset)
+
+    def require_guard(self) -> None:
+        """Fail if anything was written outside the rows."""
+        outside = torch.ones_like(self.storage, dtype=torch.bool)
+        outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
+        assert (self.storage[outside] == POISON).all(), "something was written outside the rows"
+
+
+class ChangingWindow:
+    """Held inputs of a window, whose segments change between replays of a graph, within bounds that do not."""
+
+    TOKENS, LONGEST, _SEGMENTS = 300, 3000, 5
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        columns = -(-self.LONGEST // layout.page_size)
+        base = PrefillProblem.random(
+            layout,
+            query_lens=[1] * self._SEGMENTS,
+            kv_lens=[columns * layout.page_size] * self._SEGMENTS,
+            padding=self.TOKENS,
+            device="cuda",
+        )
+        assert len(base.pages) == self._SEGMENTS * columns
+        self.base = replace(base, index_q=base.index_q[: self.TOKENS], block_table=base.block_table.contiguous())
+        self.bounds = {"total_q": self.TOKENS, "max_query_len": self.TOKENS, "max_seq_len": self.LONGEST}
+        self.inputs = [torch.zeros(len(x), dtype=torch.int32, device="cuda") for x in base.segments]
+        self.num_valid_pages = torch.zeros(self.TOKENS, dtype=torch.int32, device="cuda")
+        self._draw = random.Random(seed)
+
+    def change(self) -> PrefillProblem:
+        """Draw other segments into the held inputs."""
+        draw, tokens = self._draw, self.TOKENS
+        cuts = sorted(draw.randrange(tokens + 1) for _ in range(self._SEGMENTS - 1))
+        ends = [*cuts, draw.randrange(cuts[-1], tokens + 1)]
+        lens = [end - begin for begin, end in zip([0, *cuts], ends, strict=True)]
+        positions = [draw.randrange(self.LONGEST - length + 1) for length in lens]
+        seq_lens = [p + q for p, q in zip(positions, lens, strict=True)]
+        problem = replace(
+            self.base,
+            query_lens=tuple(lens),
+            positions=tuple(positions),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        )
+        for held, new in zip(self.inputs, problem.segments, strict=True):
+            held.copy_(new)
+        self.num_valid_pages.copy_(problem.num_valid_pages)
+        return problem
+
+
+def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of a step that has run once."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def without_padding(window: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import torch
 from prefill_windows import (
     WINDOWS,
+    ChangingWindow,
+    capture,
     make_plan,
     make_problem,
     poisoned_pools,
@@ -274,53 +275,21 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: st
 
 def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
     """Plan and fused chain are captured once, and replayed for segments of other lengths within the bounds."""
-    draw = random.Random(1)
-    segments, tokens, longest = 5, 300, 3000
-    columns = -(-longest // layout.page_size)
-    plan = Group.make(layout, tokens=1, max_model_len=longest).plans[1]
-    base = PrefillProblem.random(
-        layout,
-        query_lens=[1] * segments,
-        kv_lens=[columns * layout.page_size] * segments,
-        padding=tokens,
-        device="cuda",
-    )
-    base = replace(base, index_q=base.index_q[:tokens], block_table=base.block_table.contiguous())
-    keys = base.shard(plan.rank)
-    inputs = [torch.zeros(len(x), dtype=torch.int32, device="cuda") for x in base.segments]
-    valid = torch.zeros(tokens, dtype=torch.int32, device="cuda")
-    carrier = Carrier(tokens)
-    pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
+    held = ChangingWindow(layout, seed=1)
+    group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
+    plan, pool, carrier = group.plans[1], poisoned_pools(group)[1], Carrier(held.TOKENS)
+    query, keys, table = held.base.index_q, held.base.shard(plan.rank), held.base.block_table
 
     def step() -> None:
-        window = plan.prefill_window_plan(0, *inputs, total_q=tokens, max_query_len=tokens, max_seq_len=longest)
-        plan.prefill_local(base.index_q, keys, base.block_table, window, None, valid, carrier.view, pool=pool)
+        window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
+        plan.prefill_local(query, keys, table, window, None, held.num_valid_pages, carrier.view, pool=pool)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = capture(step)
     for _ in range(4):
-        cuts = sorted(draw.randrange(tokens + 1) for _ in range(segments - 1))
-        lens = [
-            end - begin for begin, end in zip([0, *cuts], [*cuts, draw.randrange(cuts[-1], tokens + 1)], strict=True)
-        ]
-        positions = [draw.randrange(longest - length + 1) for length in lens]
-        seq_lens = [p + q for p, q in zip(positions, lens, strict=True)]
-        problem = replace(
-            base,
-            query_lens=tuple(lens),
-            positions=tuple(positions),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        )
-        for held, new in zip(inputs, problem.segments, strict=True):
-            held.copy_(new)
-        valid.copy_(problem.num_valid_pages)
+        problem = held.change()
         carrier.storage.fill_(-777)
         graph.replay()
-        bounds = {"total_q": tokens, "max_query_len": tokens, "max_seq_len": longest}
-        want = separate(problem, make_plan(problem, **bounds), keys, plan.rank)
+        want = separate(problem, make_plan(problem, **held.bounds), keys, plan.rank)
         assert_equal(carrier.storage, want, "carrier")
 
 

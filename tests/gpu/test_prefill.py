@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,9 @@ import pytest
 import torch
 from prefill_windows import (
     WINDOWS,
+    ChangingWindow,
     Plane,
+    capture,
     make_plan,
     make_problem,
     ragged,
@@ -34,7 +35,6 @@ from flashinfer_msa.simulate import (
     TENSOR_CORE_WORST,
     PrefillProblem,
     block_scores,
-    brute_force_top16,
     compare,
     exchange,
 )
@@ -224,9 +224,7 @@ def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
         max_score=plane.view,
         initialize=True,
     )
-    outside = torch.ones_like(plane.storage, dtype=torch.bool)
-    outside.as_strided(plane.view.shape, plane.view.stride(), 1).fill_(False)
-    assert (plane.storage[outside] == POISON).all()
+    plane.require_guard()
 
 
 def test_lengths_whose_sum_overflows_plan_nothing_outside() -> None:
@@ -290,9 +288,8 @@ def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
             max_score=plane.view,
             compact=compact,
         )
-        outside = torch.ones_like(plane.storage, dtype=torch.bool)
-        outside.as_strided(plane.view.shape, plane.view.stride(), 1).fill_(False)
-        assert (plane.storage[outside] == POISON).all() and (plane.view != POISON).all()
+        plane.require_guard()
+        assert (plane.view != POISON).all()
 
 
 def test_positions_near_the_end_of_int32_see_all_keys() -> None:
@@ -402,61 +399,28 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
 
 def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
     """Plan, local part and merge are captured once, and replayed for segments of other lengths within the bounds."""
-    draw = random.Random(0)
-    segments, tokens, longest = 5, 300, 3000
-    columns = -(-longest // layout.page_size)
-    group = Group.make(layout, tokens=1, max_model_len=longest)
-    pages = segments * columns
-    base = PrefillProblem.random(
-        layout,
-        query_lens=[1] * segments,
-        kv_lens=[columns * layout.page_size] * segments,
-        padding=tokens,
-        device="cuda",
-    )
-    base = replace(base, index_q=base.index_q[:tokens], block_table=base.block_table.contiguous())
-    assert len(base.pages) == pages
+    held = ChangingWindow(layout, seed=0)
+    tokens, base, valid = held.TOKENS, held.base, held.num_valid_pages
+    group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
     shards = [base.shard(rank) for rank in range(layout.world_size)]
-    inputs = [torch.zeros(len(x), dtype=torch.int32, device="cuda") for x in base.segments]
-    valid = torch.zeros(tokens, dtype=torch.int32, device="cuda")
     scratch = torch.empty(group.plans[0].prefill_scratch_shape(), device="cuda")
     carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.plans]
     outputs = [torch.empty(tokens, p.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda") for p in group.plans]
 
     def step() -> None:
         for plan, shard, carrier in zip(group.plans, shards, carriers, strict=True):
-            window = plan.prefill_window_plan(0, *inputs, total_q=tokens, max_query_len=tokens, max_seq_len=longest)
+            window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
             plan.prefill_local(base.index_q, shard, base.block_table, window, scratch, valid, carrier)
         for plan, output in zip(group.plans, outputs, strict=True):
             plan.prefill_merge(exchange(carriers, plan), valid, output)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = capture(step)
     for _ in range(4):
-        cuts = sorted(draw.randrange(tokens + 1) for _ in range(segments - 1))
-        lens = [
-            end - begin for begin, end in zip([0, *cuts], [*cuts, draw.randrange(cuts[-1], tokens + 1)], strict=True)
-        ]
-        positions = [draw.randrange(longest - length + 1) for length in lens]
-        problem = replace(
-            base,
-            query_lens=tuple(lens),
-            positions=tuple(positions),
-            seq_lens=torch.tensor(
-                [p + q for p, q in zip(positions, lens, strict=True)], dtype=torch.int32, device="cuda"
-            ),
-        )
-        for held, new in zip(inputs, problem.segments, strict=True):
-            held.copy_(new)
-        valid.copy_(problem.num_valid_pages)
+        problem = held.change()
         for tensor in (*carriers, *outputs, scratch):
             tensor.fill_(-7)
         graph.replay()
-        expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
-        expected.ids[valid == 0, :, 0] = 0
+        expected = unsharded_top16(problem, init_blocks=1, local_blocks=2)
         counts = compare(torch.cat(outputs, dim=1), expected, near_tie=2 * TENSOR_CORE_ERROR)
         assert counts.wrong == 0, counts
 
