@@ -29,10 +29,11 @@ __device__ __forceinline__ ScoreKey score_key_of(Key key) { return static_cast<S
 __device__ __forceinline__ bool is_forced(Key key) { return key >> (32 + kIdBits) == 3; }
 
 // The score of a key, of a score that is neither NaN nor -0.0.
-__device__ __forceinline__ float score_of(Key key) {
-  const ScoreKey ordered = score_key_of(key);
-  return __int_as_float(static_cast<int>(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered));
+__device__ __forceinline__ float score_of_score_key(ScoreKey key) {
+  return __int_as_float(static_cast<int>(key & 0x80000000u ? key ^ 0x80000000u : ~key));
 }
+
+__device__ __forceinline__ float score_of(Key key) { return score_of_score_key(score_key_of(key)); }
 
 __device__ __forceinline__ int id_of(Key key) {
   return kMaxBlocks - 1 - static_cast<int>(key & static_cast<Key>(kMaxBlocks - 1));

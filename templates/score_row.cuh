@@ -1,8 +1,12 @@
 // What both selections share: a row and its candidates, the way out where many scores are equal, and the order of ids.
 inline namespace kernels {
 
-// A score row and which of its columns are candidates. The id of a column is `(column << shift) + offset`, so limits on
-// ids are limits on columns.
+// Columns whose id, `(column << shift) + offset`, is below `id`.
+__device__ __forceinline__ int columns_below(int id, int shift, int offset) {
+  return id > offset ? (id - offset - 1 >> shift) + 1 : 0;
+}
+
+// A score row and which of its columns are candidates: limits on ids are limits on columns.
 struct ScoreRow {
   const float* score;
   int shift, offset;
@@ -15,10 +19,7 @@ struct ScoreRow {
         shift(p.index_scale - 1),  // the scale is 1 or 2
         offset(p.index_offset) {}
 
-  // Columns whose id is below `id`.
-  __device__ __forceinline__ int columns_below(int id) const {
-    return id > offset ? (id - offset - 1 >> shift) + 1 : 0;
-  }
+  __device__ __forceinline__ int columns_below(int id) const { return kernels::columns_below(id, shift, offset); }
 
   // Has to come before all that follows.
   __device__ __forceinline__ void limit(const msa_icp::SelectParams& p, int num_valid) {
