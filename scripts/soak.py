@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Soaks the exchange of decode rows: a million layers, ranks that drift apart at random, and every merged row checked.
+
+    torchrun --nproc-per-node 2 scripts/soak.py
+
+Each rank publishes rows whose scores and ids are made from the running number of the layer, and merges what the others
+sent. Which blocks win tells whether every row was there, whole and of its layer. A JSON line a row form says how many
+rows were checked and how many of them were wrong; the exit status is 1 if one was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.comm import allocate_comm
+from flashinfer_msa.files import replace_file
+from flashinfer_msa.indexer import MSAIcpIndexerPlan
+from flashinfer_msa.layout import BLOCK_TOKENS, NUM_HEADS, NUM_SLOT_SETS, TOP_K, find_layout
+
+PLACES = 64
+"""Blocks that one rank has candidates in."""
+PERIOD = 192
+"""Layers until ids, roles and slot sets have all come round."""
+MAX_LAYER_STEPS = 5_000_000
+"""Scores are whole numbers that FP32 holds, and a winner's stays above a loser's."""
+FORMS = ("tagged", "legacy")
+_HIGH = float(1 << 24)
+_NOWHERE = -float(1 << 20)
+_POISON = -777
+_GRAPHS = 8
+"""CUDA graphs of a period, each with delays of its own."""
+_CYCLES_A_NANOSECOND = 2
+
+
+class Pattern:
+    """What every rank publishes in each layer of a period, and what its merge must select.
+
+    In a row of a rank whose turn it is, the best blocks score ``HIGH - n`` in layer ``n``; all others score ``2 n`` or
+    one more. Turns alternate from one use of a slot set to the next, and the best blocks are other ones. What is
+    left of the use before shows: a score in a winner's place falls behind every loser, a winner's score of then gets
+    ahead of every winner, and no block of then is among the best of now.
+
+    ``slope`` and ``offset`` float32 ``[PERIOD, T, 4, columns]``: the scores of rank ``rank`` in layer ``l`` are
+    ``offset[l] + slope[l] * n`` where ``n`` is the number of the period's first layer. ``expected`` int32
+    ``[PERIOD, T, heads_per_rank, 16]``: the blocks of the heads that the rank owns.
+    """
+
+    def __init__(self, world_size: int, rank: int, tokens: int) -> None:
+        self.columns = PLACES * world_size
+        layer = torch.arange(PERIOD).view(-1, 1, 1, 1)
+        token = torch.arange(tokens).view(-1, 1, 1)
+        head = torch.arange(NUM_HEADS).view(-1, 1)
+        column = torch.arange(self.columns)
+        owner, place = column % world_size, column // world_size
+        distance = (place - 11 * layer - 5 * token - 13 * head) % PLACES
+        turn = (layer // NUM_SLOT_SETS + owner + token + head) % 2 == 0
+        wins = turn & (distance < 2 * TOP_K // world_size)
+        mine = owner == rank
+        slope = torch.where(wins, -1.0, 2.0) * mine
+        offset = torch.where(wins, _HIGH, (distance < TOP_K).float())
+        self.slope, self.offset = slope, torch.where(mine, offset, _NOWHERE) + slope * layer
+        heads = NUM_HEADS // world_size
+        blocks = wins.nonzero()[:, -1].view(PERIOD, tokens, NUM_HEADS, TOP_K).int()
+        self.expected = blocks[:, :, rank * heads : (rank + 1) * heads].contiguous()
+
+
+class Soak:
+    """One rank's layers of one row form. A layer is ``publish`` and ``merge``; a period ends with ``check``."""
+
+    def __init__(self, plan: MSAIcpIndexerPlan, comm: Any, *, tokens: int, tagged: bool) -> None:
+        pattern = Pattern(plan.world_size, plan.rank, tokens)
+        self.plan, self.comm, self.tagged = plan, comm, tagged
+        self._slope, self._offset, self._expected = (
+            x.to(plan.device) for x in (pattern.slope, pattern.offset, pattern.expected)
+        )
+        on_device = {"device": plan.device}
+        self._scores = torch.empty(tokens, NUM_HEADS, pattern.columns, **on_device)
+        self._valid = torch.full((tokens,), pattern.columns, dtype=torch.int32, **on_device)
+        self._outputs = torch.full(self._expected.shape, _POISON, dtype=torch.int32, **on_device)
+        self._first = torch.zeros((), **on_device)
+        self.wrong = torch.zeros((), dtype=torch.int64, **on_device)
+
+    def publish(self, layer: int, *, enable_pdl: bool = False) -> None:
+        """Write the scores of a layer of the period, and publish its rows."""
+        plan, comm = self.plan, self.comm
+        torch.addcmul(self._offset[layer], self._slope[layer], self._first, out=self._scores)
+        msa_ops.msa_icp_topk_select_publish(
+            self._scores,
+            self._valid,
+            comm.tagged_recv_bases if self.tagged else comm.recv_bases,
+            comm.errors,
+            slot=layer % NUM_SLOT_SETS,
+            rank=plan.rank,
+            world_size=plan.world_size,
+            heads_per_rank=plan.heads_per_rank,
+            capacity=plan.max_decode_tokens,
+            force_begin_blocks=0,
+            force_end_blocks=0,
+            spin_limit=plan.spin_limit,
+            enable_pdl=enable_pdl,
+            generations=comm.publish_generations if self.tagged else None,
+            backend=plan.backend,
+        )
+
+    def merge(self, layer: int, *, enable_pdl: bool = False) -> None:
+        """Merge the rows of a layer of the period."""
+        form = {"slot": layer % NUM_SLOT_SETS, "tagged": self.tagged, "enable_pdl": enable_pdl}
+        self.plan.decode_merge(self._valid, self._outputs[layer], comm=self.comm, **form)
+
+    def check(self) -> None:
+        """Count the wrong rows of a period, and go on to the next."""
+        self.wrong += (self._outputs != self._expected).any(-1).sum()
+        self._outputs.fill_(_POISON)
+        self._first += PERIOD
+
+    def period(self, delays: Sequence[Sequence[float]], *, enable_pdl: bool) -> None:
+        """All layers of a period; ``delays`` are nanoseconds before and after the publish and after the merge."""
+        for layer, (before, between, after) in enumerate(delays):
+            self._wait(before)
+            self.publish(layer, enable_pdl=enable_pdl)
+            self._wait(between)
+            self.merge(layer, enable_pdl=enable_pdl)
+            self._wait(after)
+        self.check()
+
+    def _wait(self, nanoseconds: float) -> None:
+        if not nanoseconds:
+            return
+        if self.plan.device.type == "cuda":
+            torch.cuda._sleep(int(nanoseconds * _CYCLES_A_NANOSECOND))
+        else:
+            time.sleep(nanoseconds * 1e-9)
+
+    def run(self, periods: int, draw: random.Random) -> None:
+        """Run so many periods: the first as it is, the others as CUDA graphs in random order where there is a GPU."""
+        kinds = [(draw_delays(draw), bool(i % 2)) for i in range(_GRAPHS)]
+        if self.plan.device.type == "cpu":
+            for _ in range(periods):
+                delays, enable_pdl = draw.choice(kinds)
+                self.period(delays, enable_pdl=enable_pdl)
+            return
+        self.period(kinds[0][0], enable_pdl=kinds[0][1])
+        torch.cuda.synchronize()
+        graphs = []
+        for delays, enable_pdl in kinds:
+            graph = torch.cuda.CUDAGraph()
+            # The process group's own threads query events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.period(delays, enable_pdl=enable_pdl)
+            graphs.append(graph)
+        for _ in range(periods - 1):
+            draw.choice(graphs).replay()
+        torch.cuda.synchronize()
+
+
+def draw_delays(draw: random.Random) -> list[list[float]]:
+    """Nanoseconds of delay before and after the publish and after the merge of each layer of a period.
+
+    Half of the layers have none, most others one of 30 ns to 20 us, and one in 500 up to a millisecond.
+    """
+    delays = []
+    for _ in range(PERIOD):
+        kind, layer = draw.random(), [0.0, 0.0, 0.0]
+        if kind < 0.002:
+            layer[draw.randrange(3)] = draw.uniform(1e5, 1e6)
+        elif kind < 0.5:
+            layer[draw.randrange(3)] = math.exp(draw.uniform(math.log(30), math.log(20_000)))
+        delays.append(layer)
+    return delays
+
+
+def soak(plan: MSAIcpIndexerPlan, comm: Any, *, form: str, layer_steps: int, tokens: int, seed: int) -> dict[str, Any]:
+    """Run one row form on every rank of the group, and return what all of them found."""
+    periods = -(-layer_steps // PERIOD)
+    run = Soak(plan, comm, tokens=tokens, tagged=form == "tagged")
+    dist.barrier()
+    begin = time.perf_counter()
+    run.run(periods, random.Random(f"{seed} {form} {plan.rank}"))
+    found = [int(run.wrong), int(comm.errors[0]), time.perf_counter() - begin]
+    everywhere: list[Any] = [None] * plan.world_size
+    dist.all_gather_object(everywhere, found)
+    wrong, errors, seconds = zip(*everywhere, strict=True)
+    return {
+        "form": form,
+        "ranks": plan.world_size,
+        "gpus": min(plan.world_size, torch.cuda.device_count()) if plan.device.type == "cuda" else 0,
+        "layer_steps": periods * PERIOD,
+        "rows": periods * PERIOD * tokens * NUM_HEADS,
+        "wrong": sum(wrong),
+        "errors": sum(errors),
+        "seconds": round(max(seconds), 2),
+    }
+
+
+@click.command()
+@click.option(
+    "--layer-steps",
+    type=click.IntRange(1, MAX_LAYER_STEPS),
+    default=1_000_000,
+    show_default=True,
+    help=f"Layers of each row form, rounded up to a multiple of {PERIOD}.",
+)
+@click.option("--form", "forms", type=click.Choice(FORMS), multiple=True, help="A row form; repeatable. [default: all]")
+@click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Query tokens of a layer.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the delays.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for the results.")
+@click.option("--backend", type=click.Choice(["cake", "torch"]), help="[default: cake where there is a GPU]")
+def main(
+    layer_steps: int, forms: Sequence[str], tokens: int, seed: int, output: Path | None, backend: str | None
+) -> None:
+    """Soak the exchange of the ranks that torchrun started, 2 or 4."""
+    backend = backend or ("cake" if torch.cuda.is_available() else "torch")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size not in (2, 4):
+        raise click.ClickException(
+            f"needs 2 or 4 ranks, were {world_size}: torchrun --nproc-per-node 2 scripts/soak.py"
+        )
+    device = torch.device("cpu")
+    if backend == "cake":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    plan = msa_ops.prepare_msa_icp_indexer(
+        world_size=world_size,
+        rank=rank,
+        num_index_heads=NUM_HEADS,
+        page_size=find_layout(BLOCK_TOKENS, world_size).page_size,
+        init_blocks=0,
+        local_blocks=0,
+        max_decode_tokens=tokens,
+        max_decode_query_len=1,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=tokens,
+        max_model_len=PLACES * world_size * BLOCK_TOKENS,
+        num_sparse_layers=PERIOD,
+        device=device,
+        backend=backend,
+    )
+    results = []
+    with allocate_comm(plan) as comm:
+        plan.warmup()
+        for form in forms or FORMS:
+            results.append(soak(plan, comm, form=form, layer_steps=layer_steps, tokens=tokens, seed=seed))
+            if rank == 0:
+                click.echo(json.dumps(results[-1]))
+                if output is not None:
+                    replace_file(output.resolve(), json.dumps(results, indent=1).encode() + b"\n")
+    dist.destroy_process_group()
+    if any(result["wrong"] or result["errors"] for result in results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
