@@ -112,8 +112,8 @@ def test_what_is_left_of_the_use_before_shows(soak_script: ModuleType, world_siz
         before[layer % NUM_SLOT_SETS] = fresh
         if last is None:
             return
-        winners = (row[:TOP_K].view(torch.float32) > 1 << 23).nonzero().flatten().tolist()
-        places = [*winners, *(TOP_K + j for j in winners)] if winners else list(range(TOP_K))
+        winners, then = winners_of(row), winners_of(last[source, 0, 0])
+        places = [*winners, *(TOP_K + j for j in winners)] if winners else then
         choices = [slice(None), *places]
         chosen = choices[step // (7 * world_size) % len(choices)]
         tried.add((source, bool(winners), str(chosen)))
