@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -28,6 +29,7 @@ from flashinfer_msa.layout import (
     UNIT_BLOCKS,
     Layout,
 )
+from flashinfer_msa.runtime import shared
 from flashinfer_msa.runtime.fault import Fault
 from flashinfer_msa.score_plan import MSAIcpScorePlan
 
@@ -37,6 +39,18 @@ _DOTS_PER_CHUNK = 1 << 26
 """Dot products of a prefill window at once: at most 512 MiB of float64."""
 _FORCED, _CANDIDATE, _DROPPED = 0, 1, 2
 """Classes of a selection; a lower one ranks first whatever its score."""
+_POLL_SECONDS = 50e-6
+"""Pause between two polls of memory that another process writes."""
+
+
+class WaitLimit(NamedTuple):
+    """When a wait for another process gives up: after so many polls, or where ``seconds`` are given after those."""
+
+    polls: int
+    seconds: float | None = None
+
+
+_ONE_POLL = WaitLimit(1)
 
 
 def decode_index_score(
@@ -282,12 +296,14 @@ def topk_select_publish(
     generations: torch.Tensor | None,
     index_scale: int,
     index_offset: int,
+    limit: WaitLimit = _ONE_POLL,
 ) -> None:
     """Select as ``select_rows`` and store each row in the receive rows of the rank that owns its head.
 
     ``recv_bases`` int64 ``[W]`` holds the address of every rank's legacy rows int32 ``[3, W, hpr, capacity, 33]``, or,
     with ``generations`` int32 ``[3, 4, capacity]``, of its tagged rows int64 ``[3, W, hpr, capacity, 32]``. A legacy
-    row that its owner has not released can never become free in here: it raises before anything is written.
+    row that its owner does not release raises before anything is written: after ``limit`` where the owner may be
+    another process, at once where it cannot.
     """
     words = select_rows(
         scores,
@@ -310,15 +326,22 @@ def topk_select_publish(
         counters += 1
         words = _tag(words, counters.unflatten(0, (world_size, heads_per_rank)))
         for rows, payload in zip(received, words, strict=True):
-            rows.copy_(payload)
+            rows.copy_(payload)  # stores of 8 aligned bytes or more: no reader sees half a word
         return
-    for owner, rows in enumerate(received):
-        full = (rows[..., -1] != 0).nonzero()
-        if len(full):
-            _give_up(errors, "publish", "legacy", rank, slot, owner, *full[0].tolist())
-    for rows, payload in zip(received, words, strict=True):
+    flags = [rows[..., -1] for rows in received]
+    _wait(
+        lambda: torch.stack([flag != 0 for flag in flags]),
+        any(shared.find(flag.data_ptr()) is not None for flag in flags),
+        limit,
+        errors,
+        wait="publish",
+        form="legacy",
+        rank=rank,
+        slot=slot,
+    )
+    for rows, flag, payload in zip(received, flags, words, strict=True):
         rows[..., :-1].copy_(payload)
-        rows[..., -1] = 1
+        flag.fill_(1)
 
 
 def merge_candidates(
@@ -333,19 +356,21 @@ def merge_candidates(
     prefill: bool,
     rank: int | None = None,
     slot: int | None = None,
+    limit: WaitLimit = _ONE_POLL,
 ) -> None:
     """Merge the rows that ``W`` ranks sent for the heads owned here into the 16 best blocks of each.
 
     ``recv_slot`` is one slot set: int32 ``[W, hpr, capacity, 33]``, or int64 ``[W, hpr, capacity, 32]`` with
     ``expected_generations`` int32 ``[hpr, capacity]``. ``output`` int32 ``[T, hpr, 16]`` gets ids in ascending order
-    and a tail of -1. A row that has not arrived never will in here: it raises before anything is written. ``prefill``
-    reads an exchanged carrier, whose flags mean nothing; ``errors`` may be None then.
+    and a tail of -1. A row that does not arrive raises before anything is written: after ``limit`` where its source may
+    be another process, at once where it cannot. ``prefill`` reads an exchanged carrier, whose flags mean nothing;
+    ``errors`` may be None then.
     """
     tokens = num_valid_pages.numel()
     rows = recv_slot[:, :, :tokens]
     expected = None if expected_generations is None else expected_generations[:, :tokens]
     if not prefill:
-        require_rows(rows, expected, errors, rank=rank, slot=slot)
+        require_rows(rows, expected, errors, rank=rank, slot=slot, limit=limit)
     words = rows if expected is None else _low_word(rows)
 
     # [W, hpr, T, 16] -> [T, hpr, W * 16]
@@ -373,26 +398,30 @@ def merge_candidates(
 def require_rows(
     rows: torch.Tensor,
     expected: torch.Tensor | None,
-    errors: torch.Tensor,
+    errors: torch.Tensor | None,
     *,
     rank: int | None,
     slot: int | None,
     but_of: int | None = None,
+    limit: WaitLimit = _ONE_POLL,
 ) -> None:
-    """Raise unless every row is there: ``rows`` ``[W, hpr, T, words]``, ``expected`` the counters of tagged ones.
+    """Wait until every row is there: ``rows`` ``[W, hpr, T, words]``, ``expected`` the counters of tagged ones.
 
     ``but_of`` is a rank whose rows may still come.
     """
-    if expected is None:
-        missing = rows[..., -1] != 1
-    else:
-        missing = ((rows >> 32).int() != (expected + 1)[..., None]).any(-1)
-    if but_of is not None:
-        missing[but_of] = False
-    absent = missing.nonzero()
-    if len(absent):
-        form: Literal["legacy", "tagged"] = "legacy" if expected is None else "tagged"
-        _give_up(errors, "merge", form, rank, slot, *absent[0].tolist())
+
+    def missing() -> torch.Tensor:
+        if expected is None:
+            absent = rows[..., -1] != 1
+        else:
+            absent = ((rows >> 32).int() != (expected + 1)[..., None]).any(-1)
+        if but_of is not None:
+            absent[but_of] = False
+        return absent
+
+    form: Literal["legacy", "tagged"] = "legacy" if expected is None else "tagged"
+    by_others = shared.find(rows.data_ptr()) is not None
+    _wait(missing, by_others, limit, errors, wait="merge", form=form, rank=rank, slot=slot)
 
 
 def _classes(ids: torch.Tensor, valid: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -423,19 +452,38 @@ def _low_word(tagged: torch.Tensor) -> torch.Tensor:
     return (tagged << 32 >> 32).int()
 
 
-def _give_up(
-    errors: torch.Tensor,
+def _wait(
+    missing: Callable[[], torch.Tensor],
+    by_others: bool,
+    limit: WaitLimit,
+    errors: torch.Tensor | None,
+    *,
     wait: Literal["publish", "merge"],
     form: Literal["legacy", "tagged"],
     rank: int | None,
     slot: int | None,
-    peer: int,
-    head: int,
-    row: int,
-) -> NoReturn:
-    """Count and raise a wait that nothing can satisfy."""
-    errors[0] += 1
-    raise RuntimeError(str(Fault(wait, form, rank, slot, peer, head, row, None, errors.device.index)))
+) -> None:
+    """Return once no row ``[peer, head, token]`` is missing; count and raise a wait that gives up.
+
+    Unless other processes write the rows, nothing can satisfy a wait in here: it gives up after one look.
+    """
+    begin, polls = time.monotonic(), 0
+    while True:
+        rows = missing().nonzero()
+        if not len(rows):
+            return
+        polls += 1
+        seconds = time.monotonic() - begin
+        if not by_others or (polls >= limit.polls if limit.seconds is None else seconds >= limit.seconds):
+            break
+        time.sleep(_POLL_SECONDS)
+    device = None
+    if errors is not None:
+        errors[0] += 1
+        device = errors.device.index
+    peer, head, row = rows[0].tolist()
+    fault = Fault(wait, form, rank, slot, peer, head, row, polls if by_others else None, device, seconds)
+    raise RuntimeError(str(fault))
 
 
 class _DeviceMemory:
@@ -452,6 +500,12 @@ class _DeviceMemory:
 
 def _rows_at(address: int, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
     """Return the integer tensor that lies at an address of this process; the caller keeps its memory alive."""
+    mapped = shared.find(address)
+    if mapped is not None:
+        # A peer's device memory, which torch would take for a tensor on the peer's device.
+        begin = address - mapped.data_ptr()
+        rows = mapped.view(torch.uint8)[begin : begin + math.prod(shape) * dtype.itemsize]
+        return rows.view(dtype).view(*shape)
     if device_type == "cuda":
         return torch.as_tensor(_DeviceMemory(address, shape, dtype))
     buffer = (ctypes.c_byte * (math.prod(shape) * dtype.itemsize)).from_address(address)
