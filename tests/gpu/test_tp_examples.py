@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples with real ranks, a GPU each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from example_runs import EXAMPLES, run_example
+
+
+@pytest.fixture(params=[2, 4])
+def processes(request: pytest.FixtureRequest) -> int:
+    """Each size of a group that the GPUs suffice for."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, has {torch.cuda.device_count()}")
+    return request.param
+
+
+@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_decode(processes: int, form: tuple[str, ...]) -> None:
+    """Steps in CUDA graphs that start with each slot set, beside an eager one."""
+    sizes = ("--layers", 7, "--steps", 9, "--batch", 5, "--context", 9000)
+    run = run_example(EXAMPLES / "tp_decode.py", *form, *sizes, processes=processes, backend="cake", seconds=120)
+    assert run.status == 0, run.printed
+    rows, equal, near_ties, wrong = run.checked
+    assert rows == 5 * 7 * 5 * 4 and equal + near_ties == rows and wrong == 0
+
+
+@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_serving_step(processes: int, form: tuple[str, ...]) -> None:
+    """Mixed steps, of which some replay the graphs of earlier ones."""
+    sizes = ("--layers", 6, "--steps", 40, "--batch", 4, "--context", 9000, "--chunk", 1024, "--window", 400)
+    script = EXAMPLES / "tp_serving_step.py"
+    run = run_example(script, *form, *sizes, processes=processes, backend="cake", seconds=120)
+    assert run.status == 0, run.printed
+    rows, equal, near_ties, wrong = run.checked
+    assert rows > 1024 * 4 and equal + near_ties == rows and wrong == 0
+    assert run.numbers("'captured_layers': #") >= (6,) and run.numbers("'replayed_layers': #") >= (6,)
