@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark rows of a GPU record: prints each as it is measured and writes all so far after each step."""
+"""The benchmark rows of a GPU record: prints each as it is measured and writes all so far after each step.
+
+scripts/gpu_bench.py FILE                                           one GPU
+torchrun --nproc-per-node 2 scripts/gpu_bench.py --group FILE       ranks with a GPU each
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,13 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashinfer_msa.bench import Jobs, Row, find_peers, write_rows
+from flashinfer_msa.bench.group import Ranks, group_steps
 from flashinfer_msa.layout import LAYOUTS
 
 
 @click.command()
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--group", is_flag=True, help="Measure the ranks that torchrun started, one a GPU; rank 0 writes.")
 @click.option(
     "--peers",
     type=click.Choice(["all", "decode", "none"]),
@@ -27,15 +33,23 @@ from flashinfer_msa.layout import LAYOUTS
     show_default=True,
     help="Jobs beside which the peers that are installed are measured; vLLM's prefill takes a minute to compile.",
 )
-def main(output: Path, peers: str) -> None:
+def main(output: Path, group: bool, peers: str) -> None:
     """Measure everything and write it to OUTPUT."""
     rows: list[Row] = []
-    found = None if peers == "none" else find_peers(partial(click.echo, err=True))
-    for step in Jobs(list(LAYOUTS.values()), found).everything(peers_of_prefill=peers == "all"):
+    ranks = Ranks.join() if group else None
+    is_first = ranks is None or ranks.rank == 0
+    found = find_peers(partial(click.echo, err=True)) if is_first and peers != "none" else None
+    if ranks is None:
+        steps = Jobs(list(LAYOUTS.values()), found).everything(peers_of_prefill=peers == "all")
+    else:
+        steps = group_steps(ranks, found)
+    for step in steps:
         for row in step.rows():
             rows.append(row)
-            click.echo(json.dumps(row))
-        write_rows(output, rows)
+            if is_first:
+                click.echo(json.dumps(row))
+        if is_first:
+            write_rows(output, rows)
 
 
 if __name__ == "__main__":

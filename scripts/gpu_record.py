@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps ``tests/gpu/record.json``: what was run on which GPU, filed under a digest of the code that ran there.
 
-Sections (``single``, ``multi_gpu``, ``multi_gpu_x4``) are written by ``scripts/gpu_verify.sh`` on a GPU machine, never
-by hand. The digest covers the rendered sm_90a sources and the launcher.
+Section ``single`` is written by ``scripts/gpu_verify.sh`` on a GPU machine, ``multi_gpu`` and ``multi_gpu_x4`` by
+``scripts/gpu_verify_group.sh`` on one with 2 or 4 GPUs, never by hand. The digest covers the rendered sm_90a sources
+and the launcher.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,14 @@ from flashinfer_msa.runtime import manifest as installed
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 ARCHITECTURE = "sm_90a"
 SECTIONS = ("single", "multi_gpu", "multi_gpu_x4")
+SOAK_LAYER_STEPS = 1_000_000
+"""Layers that each row form is soaked for, at least."""
+WAIT_PROPERTY = "seconds of "
+"""How the name of a property of a test begins whose value is how long a wait took to give up."""
 
 
-def read(path: Path = RECORD) -> dict[str, Any]:
-    """Return the record, empty where there is none yet."""
+def read(path: Path = RECORD) -> Any:
+    """Return the record, or what another JSON file holds, empty where there is none."""
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -42,20 +48,25 @@ def write(record: dict[str, Any], path: Path = RECORD) -> None:
 
 def check(record: dict[str, Any], digest: str) -> tuple[bool, list[str]]:
     """Return whether the record holds evidence for ``digest``, or says that it is pending, and what to tell."""
-    messages = [
-        f"section {name} was recorded for other sources: tables mark it stale"
-        for name in SECTIONS[1:]
-        if name in record and record[name]["source_digest"] != digest
-    ]
+    messages, good = [], True
+    for name in SECTIONS[1:]:
+        if name not in record:
+            continue
+        if record[name]["source_digest"] != digest:
+            messages.append(f"section {name} was recorded for other sources: tables mark it stale")
+            continue
+        failures = group_failures(record[name])
+        messages += [f"section {name}: {failure}" for failure in failures]
+        good = good and not failures
     single = record.get("single")
     if single is not None and single["source_digest"] == digest:
         failed = single["tests"]["failed"] or any(single["sanitizer"].values())
         if failed:
             messages.append("the last GPU run had failures")
-        return not failed, messages
+        return good and not failed, messages
     pending = record.get("pending")
     if pending is not None and pending["source_digest"] == digest:
-        return True, [
+        return good, [
             *messages,
             f"WARNING: NOT RUN ON A GPU. The record is pending for these sources: {pending['reason']}",
         ]
@@ -64,6 +75,26 @@ def check(record: dict[str, Any], digest: str) -> tuple[bool, list[str]]:
         f"section single was not recorded for these sources (digest {digest[:16]}): run scripts/gpu_verify.sh on a GPU "
         'machine, or `python scripts/gpu_record.py --pending "reason"`',
     ]
+
+
+def group_failures(section: dict[str, Any]) -> list[str]:
+    """What a run with several GPUs failed at, or left out."""
+    failures = [f"{name} has left no results" for name in section["missing"]]
+    if section["tests"]["failed"]:
+        failures.append(f"{section['tests']['failed']} tests failed")
+    failures += [
+        f"{name} exited with {found['status']}" for name, found in section["examples"].items() if found["status"]
+    ]
+    soaked = {result["form"]: result for result in section["soak"]}
+    for form in ("tagged", "legacy"):
+        result = soaked.get(form)
+        if result is None:
+            failures.append(f"{form} rows were not soaked")
+        elif result["wrong"] or result["errors"]:
+            failures.append(f"{result['wrong']} {form} rows of the soak were wrong, {result['errors']} waits ran out")
+        elif result["layer_steps"] < SOAK_LAYER_STEPS:
+            failures.append(f"{form} rows were soaked for {result['layer_steps']} layers of {SOAK_LAYER_STEPS}")
+    return failures
 
 
 def is_built() -> bool:
@@ -98,8 +129,23 @@ def count_sanitizer_errors(log: str) -> int | None:
     return sum(map(int, counts)) if counts else None
 
 
-def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, Any]:
-    """Return a section from the files that a GPU run has left."""
+def wait_seconds(junit: Path) -> dict[str, float]:
+    """Return how long waits took to give up, in seconds, as the tests have reported them."""
+    properties = [
+        (entry.get("name", ""), entry.get("value", 0)) for entry in ElementTree.parse(junit).getroot().iter("property")
+    ]
+    return {name[len(WAIT_PROPERTY) :]: float(value) for name, value in properties if name.startswith(WAIT_PROPERTY)}
+
+
+def read_example(log: str) -> dict[str, Any]:
+    """Return the exit status of a run, the last line of its log, and the last few lines that it printed before."""
+    lines = log.strip().splitlines() or [""]
+    found = re.fullmatch(r"exit status (\d+)", lines[-1])
+    return {"status": int(found[1]) if found else -1, "output": lines[-6:-1] if found else lines[-5:]}
+
+
+def machine() -> dict[str, Any]:
+    """Return what ran where: GPU, driver, torch, date and the digest of the sources."""
     import subprocess
 
     import torch
@@ -110,6 +156,17 @@ def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, A
         text=True,
         check=True,
     )
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver.stdout.split()[0],
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "source_digest": tree_digest(ARCHITECTURE),
+    }
+
+
+def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, Any]:
+    """Return section ``single`` from the files that a GPU run has left."""
     errors = {}
     for tool, log in logs.items():
         count = count_sanitizer_errors(log.read_text())
@@ -117,11 +174,7 @@ def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, A
             raise click.ClickException(f"{log} has no summary: the sanitizer did not finish")
         errors[tool] = count
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver.stdout.split()[0],
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "source_digest": tree_digest(ARCHITECTURE),
+        **machine(),
         "tests": count_tests(junit),
         "near_ties": count_near_ties(junit),
         "sanitizer": errors,
@@ -129,33 +182,73 @@ def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, A
     }
 
 
+def make_group_section(
+    junit: Sequence[Path], soak: Path, bench: Path, examples: dict[str, Path], gpus: int
+) -> dict[str, Any]:
+    """Return the section of a run with several GPUs, from the files that it has left; ``missing`` names the others."""
+    reports = [path for path in junit if path.is_file()]
+    counts = [count_tests(path) for path in reports]
+    return {
+        **machine(),
+        "gpus": gpus,
+        "missing": [path.name for path in (*junit, soak, bench, *examples.values()) if not path.is_file()],
+        "tests": {kind: sum(count[kind] for count in counts) for kind in ("passed", "failed", "skipped")},
+        "near_ties": sum(map(count_near_ties, reports)),
+        "faults": {name: seconds for path in reports for name, seconds in wait_seconds(path).items()},
+        "examples": {name: read_example(path.read_text()) for name, path in examples.items() if path.is_file()},
+        "soak": read(soak) or [],
+        "bench": read(bench) or [],
+    }
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _named(options: Sequence[str]) -> dict[str, Path]:
+    """The files of options ``NAME=FILE``."""
+    return {name: Path(file) for name, file in (option.split("=", 1) for option in options)}
+
+
 @click.command()
 @click.option("--check", "checks", is_flag=True, help="Exit 1 unless the record is of these sources, or pending.")
 @click.option("--pending", metavar="REASON", help="Say that these sources have not run on a GPU yet, and why.")
 @click.option("--built", is_flag=True, help="Exit 1 unless the installed cubins are those of these sources.")
 @click.option("--write", "section", type=click.Choice(SECTIONS), help="Write a section from the files of a GPU run.")
-@click.option("--junit", type=click.Path(exists=True, path_type=Path), help="pytest's XML report.")
+@click.option("--junit", type=FILE, multiple=True, help="pytest's XML report; repeatable with several GPUs.")
 @click.option("--sanitizer", "logs", multiple=True, metavar="TOOL=LOG", help="A log of compute-sanitizer; repeatable.")
-@click.option("--bench", type=click.Path(exists=True, path_type=Path), help="Rows of scripts/gpu_bench.py.")
+@click.option("--bench", type=FILE, help="Rows of scripts/gpu_bench.py.")
+@click.option("--soak", type=FILE, help="Results of scripts/soak.py.")
+@click.option("--example", "examples", multiple=True, metavar="NAME=LOG", help="What an example printed; repeatable.")
 def main(
     checks: bool,
     pending: str | None,
     built: bool,
     section: str | None,
-    junit: Path | None,
+    junit: tuple[Path, ...],
     logs: tuple[str, ...],
     bench: Path | None,
+    soak: Path | None,
+    examples: tuple[str, ...],
 ) -> None:
     """Check the GPU record against the sources, mark it pending, or write a section of it."""
     record = read()
     if section is not None:
-        if junit is None or bench is None:
+        if not junit or bench is None:
             raise click.UsageError("--write needs --junit and --bench")
         if not is_built():
             raise click.ClickException("the installed cubins are not those of these sources: build them first")
-        record[section] = make_section(junit, {name: Path(log) for name, log in (x.split("=", 1) for x in logs)}, bench)
         if section == "single":
+            absent = [str(path) for path in (*junit, bench) if not path.is_file()]
+            if absent or len(junit) > 1:
+                raise click.UsageError(f"--write single needs one report and the rows, absent: {absent}")
+            (report,) = junit
+            record[section] = make_section(report, _named(logs), bench)
             record.pop("pending", None)
+        else:
+            if soak is None:
+                raise click.UsageError(f"--write {section} needs --soak")
+            gpus = 4 if section == "multi_gpu_x4" else 2
+            record[section] = make_group_section(junit, soak, bench, _named(examples), gpus)
         write(record)
         click.echo(f"{RECORD}: section {section} written")
     if pending is not None:

@@ -1,32 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The GPU evidence: tests, compute-sanitizer and a small benchmark on this machine's GPU, written into section `single`
-# of tests/gpu/record.json. Needs no internet: wheels that the machine lacks (apache-tvm-ffi) are taken from $WHEELS.
+# of tests/gpu/record.json.
 #
 #   scripts/gpu_verify.sh      logs and results go to $OUT (default: build/gpu)
 #
 # The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has; $PEERS is its --peers.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-
-out=${OUT:-build/gpu}
-wheels=${WHEELS:-.whl}
-python=${PYTHON:-python3}
-mkdir -p "$out"
-
-if compgen -G "$wheels/*.whl" > /dev/null; then
-  site=$(mktemp -d)
-  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
-  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
-fi
-
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
-  echo "torch finds no CUDA device: run this on a GPU machine" >&2
-  exit 1
-}
-
-# Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
-"$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
+source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 rm -f "$out/tests.xml" "$out/bench.json"  # of an earlier run
 status=0

@@ -35,9 +35,15 @@ ABSENT = "-"
 DECODE_JOBS = ("decode_score", "decode_chain", "decode_fused_chain")
 
 
-def layout_table(head: str, rows: Iterable[Row], label: Callable[[Row], str], cell: Callable[[Row], str]) -> list[str]:
-    """Cases as ``label`` tells them apart, a column a layout: what ``cell`` says of each."""
-    titles = [layout.title for layout in LAYOUTS.values()]
+def layout_table(
+    head: str,
+    rows: Iterable[Row],
+    label: Callable[[Row], str],
+    cell: Callable[[Row], str],
+    world_sizes: Sequence[int] = (2, 4),
+) -> list[str]:
+    """Cases as ``label`` tells them apart, a column a layout of ``world_sizes``: what ``cell`` says of each."""
+    titles = [layout.title for layout in LAYOUTS.values() if layout.world_size in world_sizes]
     lines = [f"| {head} | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -48,13 +54,14 @@ def layout_table(head: str, rows: Iterable[Row], label: Callable[[Row], str], ce
     return lines
 
 
-def case_table(rows: Iterable[Row], cell: Callable[[Row], str]) -> list[str]:
-    """Decode cases, a column a layout: what ``cell`` says of each."""
+def case_table(rows: Iterable[Row], cell: Callable[[Row], str], world_sizes: Sequence[int] = (2, 4)) -> list[str]:
+    """Decode cases, a column a layout of ``world_sizes``: what ``cell`` says of each."""
     return layout_table(
         "batch x context, query length",
         rows,
         lambda row: f"{row['batch']} x {keys_text(row['ctx'])}, {row['query_len']}{'' if row['cold'] else ', warm'}",
         cell,
+        world_sizes,
     )
 
 
@@ -278,8 +285,69 @@ def prefill_selection_lines(rows: Sequence[Row]) -> list[str]:
 def host_lines(rows: Sequence[Row]) -> list[str]:
     """Host time."""
     figures = ", ".join(f"{row['name']}: {row['us']:.1f} us" for row in rows if row["job"] == "host")
-    text = f"Host time of an eager call by the wall clock (`flashinfer-msa bench host`): {figures}."
+    text = f"Host time of a decode by the wall clock (`flashinfer-msa bench host`): {figures}."
     return paragraph(text) if figures else []
+
+
+def group_lines(section: dict[str, Any]) -> list[str]:
+    """What was run with ranks that have a GPU each: tests, soak, faults, decode and prefill layers."""
+    tests, rows, gpus = section["tests"], section["bench"], section["gpus"]
+    soaked = ", ".join(
+        f"{found['layer_steps']:,} layers of {found['form']} rows ({found['rows']:,} rows, {found['wrong']} wrong)"
+        for found in section["soak"]
+    )
+    lines = paragraph(
+        f"**Ranks with a GPU each**, {gpus} x {section['gpu']} (driver {section['driver']}, torch {section['torch']}, "
+        f"{section['date']}; `scripts/gpu_verify_group.sh`): {tests['passed']} GPU tests passed, {tests['failed']} "
+        f"failed, {tests['skipped']} skipped. Soaked with random delays between the ranks: {soaked or 'nothing'}."
+    )
+    failures = gpu_record.group_failures(section)
+    if failures:
+        lines += paragraph(f"**The run had failures:** {'; '.join(failures)}.")
+    if section["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
+        lines += paragraph("**These figures of several GPUs are of earlier sources.**")
+    if section["faults"]:
+        waits = [f"| {name} | {seconds:.1f} s |" for name, seconds in section["faults"].items()]
+        lines += paragraph(
+            "How long a rank waits for one that is gone, until it is told which rank and row that was:",
+            ["| wait | gives up after |", "|---|---|", *waits],
+        )
+    layers, peers = of_job(rows, "decode_chain"), Comparisons(rows, "decode_chain")
+    if layers:
+        lines += paragraph(
+            "A decode layer from end to end (score, publish over NVLink, merge) in a CUDA graph of layers with cold "
+            "keys of their own: of each replay the slowest rank's time, of these the median. In brackets, the time of "
+            "a streaming read of a rank's keys in the same run over the layer's:",
+            case_table(layers, lambda row: f"{row['us']:.1f} us ({row['ceiling_ratio']:.0%})", (gpus,)),
+        )
+    if peers.peers:
+        lines += paragraph(
+            f"The time of {', '.join(peers.peers)} over the layer's: score and Top16 of all keys on one of the GPUs "
+            "while the others are idle, for the heads that a rank owns. Below 1 a peer is "
+            f"faster{peers.faster(layers)}:",
+            case_table(layers, peers.cell, (gpus,)),
+        )
+    parts = {
+        "score and select": of_job(rows, "prefill_chain", "score and select"),
+        "exchange": of_job(rows, "prefill_chain", "exchange"),
+        "merge": [row for row in of_job(rows, "merge") if "heads" in row],
+        "all in one": of_job(rows, "prefill_chain", "with the exchange"),
+    }
+    if all(parts.values()):
+        found = [(label, row) for label, measured in parts.items() for row in measured]
+        labels = {id(row): label for label, row in found}
+        window = window_text(found[0][1])
+        lines += paragraph(
+            f"A prefill layer of {window} tokens of context with its exchange over NCCL:",
+            layout_table(
+                "part",
+                [row for _, row in found],
+                lambda row: labels[id(row)],
+                lambda row: f"{row['us']:.0f} us",
+                (gpus,),
+            ),
+        )
+    return lines + host_lines(rows)
 
 
 def figures(record: dict[str, Any]) -> str:
@@ -312,6 +380,9 @@ def figures(record: dict[str, Any]) -> str:
         lines += part(rows)
     if not host_lines(rows):
         lines += paragraph("The benchmark was cut short: what it measures last is missing.")
+    for name in gpu_record.SECTIONS[1:]:
+        if name in record:
+            lines += group_lines(record[name])
     return "\n".join(lines)
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from .. import msa_ops
 from ..comm import MSAIcpComm, local_comm
 from ..indexer import MSAIcpIndexerPlan
-from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, TOP_K, Layout, find_layout
+from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, TOP_K, Layout, find_layout
 from ..simulate import group_plans, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
@@ -27,14 +28,14 @@ class ArmedComms:
     """
 
     def __init__(self, comm: MSAIcpComm, steps: int) -> None:
-        """Storage for ``steps`` chains on slot set 0; ``comm`` is rank 0's, which has published there once."""
+        """Storage for ``steps`` chains; ``comm`` is rank 0's, which has published once in every slot set."""
         counters = (comm.publish_generations, comm.expected_generations)
         storage, *sizes = comm.storages[0].numel(), *(counter.numel() for counter in counters)
         words = -(-(storage + sum(sizes)) // 2) * 2  # tagged rows are 64-bit words
         self._live = torch.zeros(steps, words, dtype=torch.int32, device=comm.recv.device)
         self.comms = [self._comm(comm, row, storage, sizes) for row in self._live]
         for step in self.comms:
-            step.tagged_recv[0, 1:] = comm.tagged_recv[0, :1]
+            step.tagged_recv[:, 1:] = comm.tagged_recv[:, :1]
         self._armed = self._live.clone()
 
     @staticmethod
@@ -76,13 +77,15 @@ class DecodeCase:
     query_len: int
 
     @classmethod
-    def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool) -> DecodeCase:
+    def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool, rank: int = 0) -> DecodeCase:
         """Random keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
-        return cls.make_ragged(layout, [context] * batch, query_len, cold=cold)
+        return cls.make_ragged(layout, [context] * batch, query_len, cold=cold, rank=rank)
 
     @classmethod
-    def make_ragged(cls, layout: Layout, contexts: Sequence[int], query_len: int, *, cold: bool) -> DecodeCase:
-        """Random keys of requests of so many tokens each, in pages in random order."""
+    def make_ragged(
+        cls, layout: Layout, contexts: Sequence[int], query_len: int, *, cold: bool, rank: int = 0
+    ) -> DecodeCase:
+        """Random keys of requests of so many tokens each, in pages in random order; every rank has others."""
         batch, longest = len(contexts), max(contexts)
         plans = group_plans(
             layout,
@@ -96,7 +99,7 @@ class DecodeCase:
             max_model_len=longest,
             num_sparse_layers=4,
         )
-        generator = torch.Generator("cuda").manual_seed(0)
+        generator = torch.Generator("cuda").manual_seed(rank)
         counts = [-(-context // layout.page_size) for context in contexts]
         keys = copies_of(random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator), cold=cold)
         pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
@@ -105,8 +108,8 @@ class DecodeCase:
         seen = (seq_lens[:, None] + torch.arange(1 - query_len, 1, device="cuda", dtype=torch.int32)).flatten()
         return cls(
             layout=layout,
-            plan=plans[0],
-            comm=local_comm(plans)[0],
+            plan=plans[rank],
+            comm=local_comm(plans)[rank],
             index_q=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
@@ -131,7 +134,7 @@ class DecodeCase:
             self.block_table,
             self.seq_lens,
             self.scores,
-            rank=0,
+            rank=self.plan.rank,
             world_size=self.layout.world_size,
             page_size=self.layout.page_size,
             decode_query_len=self.query_len,
@@ -142,25 +145,26 @@ class DecodeCase:
     def armed(self, steps: int) -> ArmedComms:
         """Receive storage of ``steps`` chains, where the peers' rows are those that this rank publishes."""
         self.comm.publish_generations.zero_()
-        self.plan.decode_publish(
-            self.index_q,
-            self.keys[0],
-            self.block_table,
-            self.seq_lens,
-            self.num_valid_pages,
-            self.scores,
-            comm=self.comm,
-            slot=0,
-            tagged=True,
-            decode_query_len=self.query_len,
-        )
+        for slot in range(NUM_SLOT_SETS):
+            self.plan.decode_publish(
+                self.index_q,
+                self.keys[0],
+                self.block_table,
+                self.seq_lens,
+                self.num_valid_pages,
+                self.scores,
+                comm=self.comm,
+                slot=slot,
+                tagged=True,
+                decode_query_len=self.query_len,
+            )
         return ArmedComms(self.comm, steps)
 
     def copy_rows_to_peers(self) -> None:
         """Let the rows that this rank published in slot set 0 stand for its peers' too."""
         self.comm.tagged_recv[0, 1:] = self.comm.tagged_recv[0, :1]
 
-    def chain(self, keys: torch.Tensor, comm: MSAIcpComm, pool: torch.Tensor | None = None) -> None:
+    def chain(self, keys: torch.Tensor, comm: MSAIcpComm, slot: int, pool: torch.Tensor | None = None) -> None:
         """Launch score, publish and merge; with ``pool``, the fused chain."""
         self.plan.decode(
             self.index_q,
@@ -171,7 +175,7 @@ class DecodeCase:
             self.scores,
             self.output,
             comm=comm,
-            slot=0,
+            slot=slot,
             tagged=True,
             decode_query_len=self.query_len,
             pool=pool,
@@ -186,7 +190,13 @@ class DecodeCase:
             size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=len(self.index_q))
             pool = torch.empty(size, dtype=torch.uint8, device="cuda")
 
-        chains = [lambda k=k, c=c: self.chain(k, c, pool) for k, c in zip(keys, armed.comms, strict=True)]
+        def call(k: torch.Tensor, comm: MSAIcpComm) -> Callable[[], None]:
+            slots = itertools.cycle(
+                range(NUM_SLOT_SETS)
+            )  # no slot set twice in a row: a call runs once and is captured
+            return lambda: self.chain(k, comm, next(slots), pool)
+
+        chains = [call(k, comm) for k, comm in zip(keys, armed.comms, strict=True)]
         calls = [armed.rearm, *chains]
         return (graph_us(calls) * len(calls) - graph_us([armed.rearm] * MIN_CALLS)) / len(chains)
 
@@ -322,7 +332,16 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
 
             def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
                 c.comm.expected_generations.zero_()
-                c.plan.decode_merge(v, c.output, comm=c.comm, slot=0, tagged=True, enable_pdl=False)
+                # Not the facade's, which refuses a slot set twice in a row.
+                msa_ops.msa_icp_merge_candidates(
+                    c.comm.tagged_recv[0],
+                    v,
+                    c.output,
+                    c.comm.errors,
+                    init_blocks=0,
+                    local_blocks=1,
+                    expected_generations=c.comm.expected_generations[0],
+                )
 
             reset_us = graph_us([case.comm.expected_generations.zero_] * 50)
             us = graph_us([merge] * 50) - reset_us

@@ -1,42 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time: what an eager decode costs the CPU, beside bare launches."""
+"""Host time: what a layer's decode costs the CPU, in each form that it is launched in, beside bare launches."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ..layout import LAYOUTS
+from ..layout import LAYOUTS, NUM_SLOT_SETS
 from ..runtime import native
 from .decode import DecodeCase
 from .rows import Row
 
 
 def host_rows(*, calls: int = 300) -> Iterator[Row]:
-    """Host time of an eager ``decode`` call (checks and three launches), and of three launches by the driver."""
+    """Host time of a decode by the wall clock: an eager call, a prepared step, a layer graph's replay; and of launches.
+
+    Every call starts with an idle GPU; the peers' rows have arrived.
+    """
     case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, 4096, 1, cold=False)
     armed = case.armed(1)
-    decode, bare_launches = case.plan.decode, native.operation("bare_launches")
-    query, keys, table, lengths, valid = (
-        case.index_q,
-        case.keys[0],
-        case.block_table,
-        case.seq_lens,
-        case.num_valid_pages,
-    )
-    scores, output, comm = case.scores, case.output, armed.comms[0]
-    device = torch.cuda.current_device()
-    chains, bare = [], []
-    for _ in range(calls):
-        armed.rearm()
+    (comm,), plan = armed.comms, case.plan
+    query, keys = case.index_q, case.keys[0]
+    prepared = (case.block_table, case.seq_lens, case.num_valid_pages, case.scores, case.output)
+    form = {"comm": comm, "tagged": True, "decode_query_len": 1}
+    slots = itertools.cycle(range(NUM_SLOT_SETS))
+    # The second step of a key captures; then every slot set has its graph.
+    warm_calls = 3 * NUM_SLOT_SETS
+
+    def median_us(call: Callable[[int], None], before: Callable[[], None] = lambda: None) -> float:
+        times = []
+        for _ in range(warm_calls + calls):
+            slot = next(slots)
+            armed.rearm()
+            before()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call(slot)
+            times.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        decode(query, keys, table, lengths, valid, scores, output, comm=comm, slot=0, tagged=True, decode_query_len=1)
-        chains.append((time.perf_counter() - begin) * 1e6)
+        return statistics.median(times[warm_calls:])
+
+    def row(name: str, us: float) -> Row:
+        return {"job": "host", "name": name, "us": us, "cold": False}
+
+    decode = plan.decode
+    yield row("decode, 3 launches", median_us(lambda slot: decode(query, keys, *prepared, slot=slot, **form)))
+
+    step = plan.prepare_decode_step(*prepared, **form)
+    run = step.run
+    yield row("prepared decode step", median_us(lambda slot: run(query, keys, slot=slot)))
+
+    graphs = plan.layer_graphs()
+    begun = []
+
+    def begin_step() -> None:
+        begun[:] = [graphs.begin_step(decode=step, decode_tokens=step.tokens)]
+
+    us = median_us(lambda slot: begun[0].run(0, query, keys, slot=slot), begin_step)
+    yield {
+        **row("layer graph replay", us),
+        "note": f"{graphs.stats['replayed_layers']} of {warm_calls + calls} replayed",
+    }
+
+    device = torch.cuda.current_device()
+    bare_launches = native.operation("bare_launches")
+    bare = []
+    for _ in range(calls):
         torch.cuda.synchronize()
         bare.append(bare_launches(device, 3) / 1e3)
-    yield {"job": "host", "name": "decode, 3 launches", "us": statistics.median(chains), "cold": False}
-    yield {"job": "host", "name": "3 bare cuLaunchKernelEx", "us": statistics.median(bare), "cold": False}
+    yield row("3 bare cuLaunchKernelEx", statistics.median(bare))

@@ -19,15 +19,17 @@ from .rows import Row, finished, is_as_warm_as_it_says, keys_text
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a job that holds its inputs by itself: what a progress bar calls it, and its rows when it is run."""
+    """A part of a job that holds its inputs by itself: what a progress bar calls it, its rows when it is run, and on
+    how many GPUs that is."""
 
     label: str
     measure: Callable[[], Iterable[Row]]
+    gpus: int = 1
 
     def rows(self) -> Iterator[Row]:
         """The measured rows, as they are written; no memory is kept after the last one."""
         for row in self.measure():
-            yield finished(row)
+            yield finished(row, self.gpus)
         torch.cuda.empty_cache()
 
 
@@ -75,7 +77,7 @@ class Jobs:
         ]
 
     def host(self) -> list[Step]:
-        """Host time of an eager decode."""
+        """Host time of a decode in every form that it is launched in."""
         return [Step("host time", host_rows)]
 
     def everything(self, *, peers_of_prefill: bool = True) -> list[Step]:

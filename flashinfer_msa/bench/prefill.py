@@ -45,8 +45,8 @@ class PrefillCase:
     output: torch.Tensor
 
     @classmethod
-    def make(cls, layout: Layout, segments: Sequence[tuple[int, int]], *, cold: bool) -> PrefillCase:
-        """Random keys in pages in random order."""
+    def make(cls, layout: Layout, segments: Sequence[tuple[int, int]], *, cold: bool, rank: int = 0) -> PrefillCase:
+        """Random keys in pages in random order; every rank has others."""
         lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
         tokens = sum(lens)
         plan = group_plans(
@@ -60,8 +60,8 @@ class PrefillCase:
             max_num_seqs=len(segments),
             max_model_len=max(contexts),
             num_sparse_layers=4,
-        )[0]
-        generator = torch.Generator("cuda").manual_seed(0)
+        )[rank]
+        generator = torch.Generator("cuda").manual_seed(rank)
         counts = [-(-context // layout.page_size) for context in contexts]
         keys = copies_of(random_e4m3((sum(counts), layout.rows, HEAD_DIM), generator), cold=cold)
         pages = torch.randperm(sum(counts), generator=generator, device="cuda", dtype=torch.int32)
@@ -140,7 +140,7 @@ class PrefillCase:
             keys,
             self.block_table,
             window,
-            rank=0,
+            rank=self.plan.rank,
             max_score=self.scratch,
             initialize=False,
             tp=self.layout.world_size,
@@ -176,7 +176,7 @@ class PrefillCase:
             self.num_valid_pages,
             self.pool,
             self.carrier,
-            rank=0,
+            rank=self.plan.rank,
             tp=self.layout.world_size,
             compact=self.layout.index_scale > 1,
             force_end_blocks=1,

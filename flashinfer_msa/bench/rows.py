@@ -96,10 +96,10 @@ def bytes_text(count: float) -> str:
     return f"{count:g} B"
 
 
-def finished(row: Row) -> Row:
+def finished(row: Row, gpus: int = 1) -> Row:
     """``row`` as it is written: figures of four decimals, and the GPUs that took part."""
     rounded: Any = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-    return {**rounded, "gpus": 1}
+    return {**rounded, "gpus": gpus}
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

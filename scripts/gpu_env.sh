@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+# Sourced by the scripts that gather evidence on a GPU machine: finds Python ($PYTHON) and the folder for results ($OUT,
+# build/gpu by default), and sees to it that the kernels of these sources are installed. Needs no internet: wheels that
+# the machine lacks (apache-tvm-ffi) are taken from $WHEELS (.whl by default).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=${OUT:-build/gpu}
+wheels=${WHEELS:-.whl}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+if compgen -G "$wheels/*.whl" > /dev/null; then
+  site=$(mktemp -d)
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
+
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+  echo "torch finds no CUDA device: run this on a GPU machine" >&2
+  exit 1
+}
+
+# Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
+"$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The evidence of ranks with a GPU each, on a machine with 2 or 4 GPUs: tests, faults, examples, soak and benchmark,
+# written into section `multi_gpu` or `multi_gpu_x4` of tests/gpu/record.json.
+#
+#   scripts/gpu_verify_group.sh      logs and results go to $OUT (default: build/gpu)
+#
+# A step that fails or takes too long ends none of the others; the exit status is 1 then. All of them together take
+# $SECONDS_IN_ALL (default: 530) at most. $LAYER_STEPS (default: a million) are the layers that each row form is soaked
+# for, $BENCH_SECONDS (default: 150) ends the benchmark with the rows it has, and $PEERS is its --peers.
+source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ((gpus >= 4)); then
+  ranks=4 section=multi_gpu_x4
+elif ((gpus >= 2)); then
+  ranks=2 section=multi_gpu
+else
+  echo "needs 2 or 4 GPUs, torch finds $gpus" >&2
+  exit 1
+fi
+# Ranks of one host: no other interface is needed, and no name of the host.
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
+
+# step <name> <seconds> <command...>: runs it with a log of that name, at the end of which is its exit status.
+failed=()
+deadline=$((SECONDS + ${SECONDS_IN_ALL:-530}))
+step() {
+  local name=$1 seconds=$2 status=0 left=$((deadline - SECONDS))
+  shift 2
+  ((seconds < left)) || seconds=$((left > 1 ? left : 1))
+  echo "== $name"
+  timeout --kill-after 10 "$seconds" "$@" > "$out/$name.log" 2>&1 || status=$?
+  ((status == 0)) || failed+=("$name")
+  tail -n 12 "$out/$name.log"
+  echo "exit status $status" >> "$out/$name.log"
+}
+launch=("$python" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$ranks")
+test_with=("$python" -m pytest -m gpu -q -p no:cacheprovider --durations 8)
+
+group_tests=(tests/gpu/test_comm.py tests/gpu/test_group.py
+  tests/gpu/test_protocol.py::test_ranks_on_two_gpus_store_into_each_other
+  tests/gpu/test_protocol.py::test_tensors_of_two_gpus_are_refused)
+rm -f "$out"/{group,faults,example_tests}.xml "$out"/{soak,group_bench}.json  # of an earlier run
+
+step group 180 "${test_with[@]}" "${group_tests[@]}" --junit-xml "$out/group.xml"
+step faults 150 "${test_with[@]}" tests/gpu/test_faults.py --junit-xml "$out/faults.xml"
+step soak 180 "${launch[@]}" scripts/soak.py --layer-steps "${LAYER_STEPS:-1000000}" --json "$out/soak.json"
+step group_bench "${BENCH_SECONDS:-150}" "${launch[@]}" scripts/gpu_bench.py --group "$out/group_bench.json"
+arguments=()
+for example in tp_decode tp_serving_step; do
+  step "$example" 90 "${launch[@]}" "scripts/examples/$example.py"
+  arguments+=(--example "$example=$out/$example.log")
+done
+
+step example_tests 120 "${test_with[@]}" tests/gpu/test_tp_examples.py --junit-xml "$out/example_tests.xml"
+
+for report in group faults example_tests; do
+  arguments+=(--junit "$out/$report.xml")
+done
+"$python" scripts/gpu_record.py --write "$section" --soak "$out/soak.json" --bench "$out/group_bench.json" \
+  "${arguments[@]}" || failed+=(record)
+cp tests/gpu/record.json "$out/record.json"
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]}" >&2
+  exit 1
+fi
