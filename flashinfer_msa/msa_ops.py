@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from . import custom_ops
 from .accumulation import is_exact
-from .backends import find_backend
 from .backends.calls import (
     DecodeScore,
     Merge,
@@ -23,6 +23,7 @@ from .backends.calls import (
     SelectPublish,
     multiprocessors_of,
 )
+from .custom_ops import find_backend
 from .host_plan import make_host_plan
 from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .layout import NUM_HEADS
@@ -472,7 +473,7 @@ def msa_icp_index_score_sharded_plan_device(
         total_q=total_q,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
-        multiprocessors=multiprocessors_of(packed_work_range),
+        multiprocessors=0 if torch.compiler.is_compiling() else multiprocessors_of(packed_work_range),
     )
     find_backend(backend).prefill_plan(call)
     return call.plan()
@@ -701,3 +702,13 @@ def msa_icp_prefill_score_select(
             exact=exact,
         )
     )
+
+
+custom_ops.define(msa_icp_decode_index_score_sharded, "score_out")
+custom_ops.define(msa_icp_topk_select_publish, "errors", "generations")
+custom_ops.define(msa_icp_decode_score_publish, "pool", "errors", "generations")
+custom_ops.define(msa_icp_merge_candidates, "recv_slot", "output", "errors", "expected_generations")
+custom_ops.define(msa_icp_index_score_sharded_plan_device, "packed_work_range", "packed_work_info", "workspace")
+custom_ops.define(msa_icp_index_score_sharded, "max_score")
+custom_ops.define(msa_icp_topk_select_prefill, "carrier")
+custom_ops.define(msa_icp_prefill_score_select, "pool", "carrier")
