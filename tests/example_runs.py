@@ -37,7 +37,8 @@ def run_example(script: Path, *arguments: object, processes: int, backend: str, 
     """Run a script in so many processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH")]))
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", processes),
         *(script, "--backend", backend, *arguments),
     ]
     result = subprocess.run(

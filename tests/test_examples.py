@@ -79,6 +79,7 @@ def test_misplaced_keys_are_found(script: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(BROKEN.format(script=str(script)))
     sizes = ("--layers", 2, "--steps", 8, "--batch", 2, "--context", 4000)
+    sizes += ("--chunk", 1024) if script == SERVING else ()
     run = run_example(broken, *sizes, processes=2, backend="torch")
     assert run.status != 0
     rows, _, _, wrong = run.checked

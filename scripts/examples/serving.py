@@ -103,7 +103,7 @@ class IndexKeyCache:
 
     def __init__(self, layout: Layout, rank: int, *, layers: int, num_pages: int, device: torch.device) -> None:
         shape = (num_pages + 1, layout.rows, HEAD_DIM)
-        self.shards = [torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(layers)]
+        self.shards = [_zero_keys(shape, device) for _ in range(layers)]
         self._page_size, self._rows, self._spare = layout.page_size, layout.rows, num_pages * layout.rows
         self._row_of = torch.full((layout.page_size,), -1)
         for row in range(layout.rows):
@@ -150,7 +150,7 @@ class UnshardedKeys:
 
     def __init__(self, layout: Layout, *, layers: Collection[int], num_pages: int, device: torch.device) -> None:
         shape = (num_pages, layout.page_size, HEAD_DIM)
-        self.pages = {layer: torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device) for layer in layers}
+        self.pages = {layer: _zero_keys(shape, device) for layer in layers}
 
     def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Write keys e4m3 ``[T, 128]`` to their slots, on the device; padding, -1, is left out."""
@@ -159,8 +159,14 @@ class UnshardedKeys:
             _write_rows(self.pages[layer], keys.view(torch.uint8)[real], slots[real])
 
 
+# Few operations know float8: keys are handled as bytes.
+
+
+def _zero_keys(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+
 def _write_rows(pages: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor) -> None:
-    # Few backends index float8, so bytes are copied.
     pages.view(torch.uint8).view(-1, HEAD_DIM).index_copy_(0, rows, keys.view(torch.uint8))
 
 

@@ -92,8 +92,8 @@ def main(
         # What a step reads and writes stays where it is; a step fills it with new values.
         decode = DecodeBatch(batch, ceil_div(plan.max_model_len, page_size), device)
         rows = torch.zeros(batch, dtype=torch.int64, device=device)
-        index_q = torch.zeros(layers, batch, NUM_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
-        index_k = torch.zeros(layers, batch, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
+        index_q = torch.empty(layers, batch, NUM_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
+        index_k = torch.empty(layers, batch, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
         output = torch.zeros(batch, plan.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
         selected = torch.zeros(layers, *output.shape, dtype=torch.int32, device=device)
         # Checks every argument once; a layer brings its query, keys and slot set.
@@ -137,8 +137,9 @@ def main(
                 with stopwatch.step():
                     graphs[first_slot].replay()
 
+            slots = slots.to(device)
             for layer in checked:
-                unsharded.write(layer, index_k[layer], slots.to(device))
+                unsharded.write(layer, index_k[layer], slots)
             if step % max(steps // 4, 1) == 0 or step == steps - 1:
                 problems = (decode_problem(layout, unsharded.pages[layer], decode, index_q[layer]) for layer in checked)
                 counts = counts.plus(check(selected, problems, NEAR_TIE))

@@ -216,8 +216,8 @@ def prefill_problem(
 @click.command()
 @options(
     layers={"gpu": 60, "cpu": 4, "least": 1, "text": "Sparse layers; tagged rows need two."},
-    steps={"gpu": 120, "cpu": 24, "least": 1, "text": "Steps at most; fewer where every request has finished."},
-    batch={"gpu": 32, "cpu": 3, "least": 1, "text": "Requests at once; twice as many arrive."},
+    steps={"gpu": 160, "cpu": 24, "least": 1, "text": "Steps; the more, the more requests arrive."},
+    batch={"gpu": 32, "cpu": 3, "least": 1, "text": "Requests at once."},
     context={"gpu": 32768, "cpu": 3072, "least": 8, "text": "Tokens of the longest request."},
     chunk={"gpu": 8192, "cpu": 512, "least": 1, "text": "Prefill tokens of a step."},
     window={"gpu": 4096, "cpu": 192, "least": 1, "text": "Prefill tokens of a window."},
@@ -258,7 +258,7 @@ def main(
     )
     columns = ceil_div(context, page_size)
     pool = PagePool(max(3 * batch * columns // 4, columns), page_size, seed)
-    requests = draw_requests(random.Random(seed), 2 * batch, context, steps)
+    requests = draw_requests(random.Random(seed), steps, chunk, context)
     scheduler = Scheduler(requests, pool, batch=batch, chunk=chunk)
     cache = IndexKeyCache(layout, rank, layers=layers, num_pages=pool.num_pages, device=device)
     checked = range(0, layers, ceil_div(layers, check_layers))
@@ -376,12 +376,12 @@ def main(
     sys.exit(counts.wrong > 0)
 
 
-def draw_requests(draw: random.Random, count: int, context: int, steps: int) -> list[tuple[int, Request]]:
-    """Requests of up to ``context`` tokens, the last few of which they decode, and the steps at which they arrive."""
-    requests = []
-    for _ in range(count):
+def draw_requests(draw: random.Random, steps: int, chunk: int, context: int) -> list[tuple[int, Request]]:
+    """Requests of up to ``context`` tokens whose prompts fill half the steps, and when each arrives."""
+    requests: list[tuple[int, Request]] = []
+    while sum(request.prompt for _, request in requests) < steps * chunk // 2:
         total = draw.randint(context // 4, context)
-        decoded = min(draw.randint(1, max(steps // 3, 1)), total - 1)
+        decoded = min(draw.randint(1, ceil_div(steps, 3)), total - 1)
         requests.append((draw.randrange(ceil_div(steps, 2)), Request(prompt=total - decoded, total=total)))
     return requests
 
@@ -410,8 +410,8 @@ def report_times(timed: Sequence[Timed], seconds: Sequence[float], layers: int) 
         if chosen:
             report(f"time: {1e6 * statistics.median(chosen) / layers:.1f} us a layer, {kind} ({len(chosen)} steps)")
     report(
-        f"rate: {sum(step.decode_tokens for step, _ in steps) / total:.0f} decode tokens/s, "
-        f"{sum(step.prefill_tokens for step, _ in steps) / total:.0f} prefill tokens/s"
+        f"rate: {sum(step.decode_tokens for step, _ in steps) / total:.1f} decode tokens/s, "
+        f"{sum(step.prefill_tokens for step, _ in steps) / total:.1f} prefill tokens/s"
     )
 
 
