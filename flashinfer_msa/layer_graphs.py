@@ -195,6 +195,7 @@ class MSAIcpGraphStep:
         self._shape = (tokens, NUM_HEADS, HEAD_DIM)
         self._staging: torch.Tensor | None = None
         self._staging_address = 0
+        self._recorded_form: tuple[Any, ...] | None = None
         self._layers: dict[tuple[Any, ...], _LayerGraph] = {}
         graphs = owner._find(key)
         if graphs is not None:
@@ -285,10 +286,17 @@ class MSAIcpGraphStep:
             self._stats["captured_layers"] += 1
             return
         if self._prefill is not None and self._decode is not None:
-            decode_tokens = self._decode.tokens
-            self._prefill.record(index_q[decode_tokens:], index_k)  # refuses what it must before decode is launched
+            self._record_prefill(index_q, index_k)
         self._launch(index_q, index_k, slot)
         self._stats["eager_layers"] += 1
+
+    def _record_prefill(self, index_q: torch.Tensor, index_k: Any) -> None:
+        """Refuse what the prefill step must before the decode step is launched, once for keys of one form."""
+        form = (index_k.shape, index_k.stride(), index_k.dtype) if isinstance(index_k, torch.Tensor) else None
+        if form is None or form != self._recorded_form:
+            assert self._prefill is not None and self._decode is not None
+            self._prefill.record(index_q[self._decode.tokens :], index_k)
+            self._recorded_form = form
 
     def _launch(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         decode_tokens = 0
@@ -314,8 +322,13 @@ class MSAIcpGraphStep:
             self._prefill.record(staging[decode_tokens:], index_k)
         # A pool of a graph that lives can be shared; one whose graphs are all gone cannot be used again.
         pool = next((graph.pool for graph in graphs.layers.values()), None) or _new_pool()
-        launch = functools.partial(self._launch, staging, index_k, slot)
-        replay = _capture(launch, self._device, pool)
+        last_slot = [-1] if self._decode is None else self._decode._state.last_slot
+        (before,) = last_slot
+        try:
+            replay = _capture(functools.partial(self._launch, staging, index_k, slot), self._device, pool)
+        except BaseException:
+            last_slot[0] = before  # nothing has run
+            raise
         held = (index_k, self._prefill, self._decode, self._exchange)
         graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, held)
         self._owner._keep(self._key, graphs)
