@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
+from process_group import ProcessGroup
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 from flashinfer_msa import bench, bench_cli, files, msa_ops
-from flashinfer_msa.bench import ceilings, decode, host, peers, prefill, report, rows, series, timing
+from flashinfer_msa.bench import ceilings, decode, group, host, peers, prefill, report, rows, series, timing
 from flashinfer_msa.bench.jobs import Jobs, Step
 from flashinfer_msa.bench.peers import Peer, PeerInputs, Peers, PeerShape
 from flashinfer_msa.bench.rows import Row
@@ -55,6 +57,27 @@ class OnTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def run_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> OnTheCpu:
+    """Let the measuring code run on the CPU, in the context that is returned."""
+    generator, group_plans = torch.Generator, decode.group_plans
+    on_torch = SimpleNamespace(
+        **{name: partial(getattr(msa_ops, name), backend="torch") for name in msa_ops.__all__ if "msa_icp_" in name}
+    )
+    on_torch.msa_icp_decode_pool_bytes = msa_ops.msa_icp_decode_pool_bytes
+    for module in (decode, prefill):
+        monkeypatch.setattr(module, "msa_ops", on_torch)
+        monkeypatch.setattr(
+            module, "group_plans", lambda layout, _, **limits: group_plans(layout, ["cpu"], backend="torch", **limits)
+        )
+    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 16)
+    monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench.Ceilings, "read_us", lambda self, keys: 1.0)
+    monkeypatch.setattr(bench.Ceilings, "fp8_gemm", {"tflops": 1000.0})
+    monkeypatch.setattr(bench.Ceilings, "fp16_gemm", {"tflops": 500.0})
+    return OnTheCpu()
+
+
 @pytest.fixture
 def stub_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Runs the measuring code on the reference: every call once, and a call takes 2 us, or 0.5 us if it is repeated.
@@ -69,25 +92,9 @@ def stub_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         calls.append(len(timed))
         return 2.0 if len(set(timed)) > 1 else 0.5
 
-    generator, group_plans = torch.Generator, decode.group_plans
-    on_torch = SimpleNamespace(
-        **{name: partial(getattr(msa_ops, name), backend="torch") for name in msa_ops.__all__ if "msa_icp_" in name}
-    )
-    on_torch.msa_icp_decode_pool_bytes = msa_ops.msa_icp_decode_pool_bytes
     for module in (decode, prefill, peers, ceilings):
         monkeypatch.setattr(module, "graph_us", graph_us)
-    for module in (decode, prefill):
-        monkeypatch.setattr(module, "msa_ops", on_torch)
-        monkeypatch.setattr(
-            module, "group_plans", lambda layout, _, **limits: group_plans(layout, ["cpu"], backend="torch", **limits)
-        )
-    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 16)
-    monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(bench.Ceilings, "read_us", lambda self, keys: 1.0)
-    monkeypatch.setattr(bench.Ceilings, "fp8_gemm", {"tflops": 1000.0})
-    monkeypatch.setattr(bench.Ceilings, "fp16_gemm", {"tflops": 500.0})
-    with OnTheCpu():
+    with run_on_the_reference(monkeypatch):
         yield calls
 
 
@@ -316,11 +323,83 @@ def test_host_rows(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     launcher = SimpleNamespace(operation=lambda name: lambda *arguments: asked.append((name, *arguments)) or 4500)
     monkeypatch.setattr(host, "native", launcher)
-    found = list(bench.host_rows(calls=3))
+    found = list(bench.host_rows(calls=3, context=128))
     for row in found:
         check_row(row)
-    assert [row["name"] for row in found] == ["decode, 3 launches", "3 bare cuLaunchKernelEx"]
-    assert found[1]["us"] == 4.5 and asked == [("bare_launches", 3, 3)] * 3
+    names = ["decode, 3 launches", "prepared decode step", "layer graph replay", "3 bare cuLaunchKernelEx"]
+    assert [row["name"] for row in found] == names
+    assert found[2]["note"] == "0 of 12 layers were replays"  # there are no graphs on a CPU
+    assert found[3]["us"] == 4.5 and asked == [("bare_launches", 3, 3)] * 3
+
+
+class FakeEvent:
+    """An event that lies a millisecond after the one recorded before it."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1.0 + dist.get_rank()
+
+
+def measure_group(rank: int, name: str) -> list[Row]:
+    """What a rank of a group measures, on the CPU."""
+    layout = LAYOUTS[name]
+    with pytest.MonkeyPatch.context() as monkeypatch, run_on_the_reference(monkeypatch):
+
+        def capture(calls: group.Calls) -> Any:
+            for call in calls:
+                call()
+            return SimpleNamespace(replay=lambda: [call() for call in calls])
+
+        monkeypatch.setattr(group, "capture", capture)
+        monkeypatch.setattr(group, "group_us", partial(group.group_us, replays=2))
+        monkeypatch.setattr(peers, "graph_us", lambda calls: 2.0)
+        monkeypatch.setattr(timing, "_REPLAY_BYTES", 1)
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(group, "DECODE_SHAPES", [bench.DecodeShape(2, 512, 1, True)])
+        monkeypatch.setattr(group, "PREFILL_SHAPE", bench.PrefillShape(100, 300, True))
+        monkeypatch.setattr(group, "LAYOUTS", {name: layout})
+        monkeypatch.setattr(group, "host_rows", lambda: [RECORD[-1]])
+        monkeypatch.setattr(group, "memory_rows", lambda: RECORD[:1])
+        ranks = group.Ranks(rank, layout.world_size, dist.group.WORLD)
+        steps = group.group_steps(ranks, two_peers() if rank == 0 else None)
+        return [row for step in steps for row in step.rows()]
+
+
+def test_rows_of_ranks_in_processes() -> None:
+    """Every rank runs the same layers; a layer takes as long as on the slowest, and rank 0 compares."""
+    with ProcessGroup(2) as processes:
+        first, second = processes.run(measure_group, "p256_tp2", timeout=100)
+    for row in first + second:
+        check_row(row)
+    chain, *compared = [row for row in first if row["job"] == "decode_chain"]
+    # 21 calls: a multiple of the slot sets.
+    assert chain["us"] == pytest.approx(2e3 / 21, abs=1e-3) and chain["ceiling_ratio"] == pytest.approx(
+        21 / 2e3, abs=1e-3
+    )
+    assert [(row["peer"], row["peer_us"]) for row in compared] == [("Good 1.0", 2.0)]
+    parts = [(row["job"], row.get("name")) for row in second]
+    layer = [("prefill_chain", "score and select"), ("prefill_chain", "exchange"), ("merge", None)]
+    assert parts == [*layer, ("prefill_chain", "with the exchange")]
+    assert [row for row in first if row["job"] in ("prefill_chain", "merge")] == second
+    exchanged = second[1]
+    assert exchanged["bytes"] == 100 * 4 * 33 * 4 // 2 and exchanged["us"] == 100.0
+    assert all(row["gpus"] == 2 for row in [*second, chain, *compared])
+    assert [row["gpus"] for row in first[-2:]] == [1, 1] and first[-2]["job"] == "host"
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for size in ("1", "2", "3"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(RuntimeError, match=f"a GPU for each, were {size} ranks and 1 GPUs"):
+            group.Ranks.join()
 
 
 def test_peers_are_measured_once_a_shape(stub_clock: list[int]) -> None:

@@ -16,12 +16,12 @@ from .decode import DecodeCase
 from .rows import Row
 
 
-def host_rows(*, calls: int = 300) -> Iterator[Row]:
+def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     """Host time of a decode by the wall clock: an eager call, a prepared step, a layer graph's replay; and of launches.
 
     Every call starts with an idle GPU; the peers' rows have arrived.
     """
-    case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, 4096, 1, cold=False)
+    case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, context, 1, cold=False)
     armed = case.armed(1)
     (comm,), plan = armed.comms, case.plan
     query, keys = case.index_q, case.keys[0]
@@ -61,10 +61,8 @@ def host_rows(*, calls: int = 300) -> Iterator[Row]:
         begun[:] = [graphs.begin_step(decode=step, decode_tokens=step.tokens)]
 
     us = median_us(lambda slot: begun[0].run(0, query, keys, slot=slot), begin_step)
-    yield {
-        **row("layer graph replay", us),
-        "note": f"{graphs.stats['replayed_layers']} of {warm_calls + calls} replayed",
-    }
+    note = f"{graphs.stats['replayed_layers']} of {warm_calls + calls} layers were replays"
+    yield {**row("layer graph replay", us), "note": note}
 
     device = torch.cuda.current_device()
     bare_launches = native.operation("bare_launches")
