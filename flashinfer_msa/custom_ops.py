@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom operators: what ``torch.compile`` sees of the functions and the facade. Eager calls do not pass through here.
 
-Every function of ``msa_ops`` that launches is an operator ``flashinfer_msa::<its name>`` with its arguments, a plan as a
-list of its tensors and one of its numbers; ``decode``, ``prefill_local`` and ``prefill_merge`` are the facade's. An
+Every function of ``msa_ops`` that launches is an operator ``flashinfer_msa::<its name>`` with its arguments, a plan as
+lists of its tensors and of its numbers; ``decode``, ``prefill_local`` and ``prefill_merge`` are the facade's. An
 operator declares which of its arguments it writes. Nothing can declare what it stores through addresses, into receive
 rows. What keeps such calls in a graph, and in order, is an argument that they all write: ``errors`` for publishers and
 merges, and one word a device for the facade's chains, so that those of ranks that share a process are in order too.
 
-The facade's receive rows are not arguments at all. Peers store into them at any time, and a compiler may give an operator
-a copy of an argument, which no peer's rows reach. Counters and ``errors``, which this rank alone writes, are arguments.
+The facade's receive rows are not arguments at all. Peers store into them at any time, and a compiler may give an
+operator a copy of an argument, which no peer's rows reach. Counters and ``errors``, which this rank alone writes, are.
 """
 
 from __future__ import annotations
