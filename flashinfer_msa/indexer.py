@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import custom_ops
 from .accumulation import is_exact
-from .backends import find_backend
-from .backends.calls import PrefillLocal, PrefillMerge, PrefillPlan
+from .backends.calls import DecodeChain, PrefillLocal, PrefillMerge, PrefillPlan
+from .custom_ops import find_backend
+from .layer_graphs import MSAIcpLayerGraphs
 from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS, find_layout
 from .prefill_tuning import prefill_tuning
 from .score_plan import MSAIcpScorePlan, require_score_plan
@@ -25,6 +29,7 @@ from .sizing import (
     require_page_size,
     require_world_size,
 )
+from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
 
 _SPIN_LIMIT = 1 << 26
 _SCRATCH_BUDGET_BYTES = 256 << 20
@@ -38,7 +43,8 @@ class MSAIcpIndexerPlan:
     Attributes
     ----------
     world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, max_decode_query_len, \
-max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit, accumulation
+max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit, wait_seconds, \
+accumulation
         As given to the constructor function, ``device`` with its index filled in.
     arch : str
         Architecture of the cubins that serve the device, such as ``"sm_90a"``; its type with ``backend="torch"``.
@@ -79,6 +85,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         device: Any,
         backend: str,
         spin_limit: int,
+        wait_seconds: float | None,
         accumulation: str,
     ) -> None:
         implementation = find_backend(backend)
@@ -99,6 +106,8 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self.max_model_len = require_int("max_model_len", max_model_len, 1, 2**31 - 1)
         self.num_sparse_layers = require_int("num_sparse_layers", num_sparse_layers, 1)
         self.spin_limit = require_int("spin_limit", spin_limit, 1, 2**31 - 1)
+        self.wait_seconds = wait_seconds
+        self._wait_ns = _nanoseconds(wait_seconds)
         self._exact = is_exact(accumulation)
         self.accumulation = accumulation
         self.backend = backend
@@ -142,9 +151,10 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         self._short_scratch = (
             torch.empty(short_shape, dtype=torch.float32, device=self.device) if self.prefill_short_tokens else None
         )
-        # The fields checked last, and what every launch of the decode chain takes from them and the plan.
-        nothing: tuple[Any, ...] = (object(),) * len(self._comm_fields)
-        self._checked_comm: tuple[tuple[Any, ...], torch.Tensor] = (nothing, torch.zeros(0, dtype=torch.int64))
+        self._checked_comm = _NO_COMM
+        self._known = custom_ops.Known(self)
+        # By a comm's counters: the slot set that its last tagged rows used.
+        self._last_slots: MutableMapping[torch.Tensor, list[int]] = WeakTensorKeyDictionary()
 
     def __repr__(self) -> str:
         return (
@@ -211,7 +221,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         """
         self._check_comm(comm)
 
-    def _check_comm(self, comm: Any) -> torch.Tensor:
+    def _check_comm(self, comm: Any) -> _CommState:
         for name, (dtype, shape) in self._comm_fields.items():
             field = getattr(comm, name, None)
             if not isinstance(field, torch.Tensor):
@@ -238,7 +248,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             )
         fields = tuple(getattr(comm, name) for name in self._comm_fields)
         self._backend.check_receive_storage(fields)
-        state = torch.tensor(
+        words = torch.tensor(
             [
                 -1 if self.device.index is None else self.device.index,
                 self.rank,
@@ -248,6 +258,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
                 self.init_blocks,
                 self.local_blocks,
                 self.spin_limit,
+                self._wait_ns,
                 self.page_size,
                 self.max_decode_query_len,
                 self.index_scale,
@@ -256,12 +267,20 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             ],
             dtype=torch.int64,
         )
-        self._checked_comm = (fields, state)
-        return state
+        last_slot = self._last_slots.setdefault(comm.publish_generations, [-1])
+        self._checked_comm = _CommState(fields, words, last_slot)
+        self._known.add(comm)
+        return self._checked_comm
 
-    def _comm_state(self, comm: Any) -> torch.Tensor:
+    def _forget_comm(self, comm: Any) -> None:
+        """Keep no tensor of ``comm`` alive, which is about to be closed."""
+        if self._checked_comm.fields[0] is comm.recv:
+            self._checked_comm = _NO_COMM
+
+    def _comm_state(self, comm: Any) -> _CommState:
         """What a launch takes from the plan and from ``comm``, which is checked unless it is the one checked last."""
-        (recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors), state = self._checked_comm
+        state = self._checked_comm
+        recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors = state.fields
         try:
             if (
                 comm.recv is recv
@@ -277,8 +296,16 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             pass  # the check below says which
         return self._check_comm(comm)
 
-    def _require_form(self, tagged: bool) -> None:
-        if tagged is False or (tagged is True and self.num_sparse_layers >= 2):
+    def _require_form(self, state: _CommState, slot: int | None, tagged: bool) -> None:
+        """Refuse tagged rows where the slot set to publish into, if any, is that of the layer before."""
+        if tagged is False:
+            return
+        if tagged is True and self.num_sparse_layers >= 2:
+            if isinstance(slot, int) and slot == state.last_slot[0]:
+                raise ValueError(
+                    f"slot must be another one than that of the layer before with tagged rows, was {slot} twice: let "
+                    "it be a counter over all layers of all steps, modulo 3"
+                )
             return
         if tagged is not True:
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
@@ -349,11 +376,16 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
+        if torch.compiler.is_compiling():
+            half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
+            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
         state = self._comm_state(comm)
-        self._require_form(tagged)
+        self._require_form(state, slot, tagged)
         _require_output(output)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, (state, True, True, slot, tagged, enable_pdl, num_valid_pages, *half, output))
+        head = (state.words, True, True, slot, tagged, enable_pdl, num_valid_pages)
+        self._backend.decode(self, comm, (*head, *half, output))
+        state.note(slot, tagged)
 
     def decode_publish(
         self,
@@ -375,10 +407,14 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
 
         Ranks that share a stream run all publishes of a layer before any merge.
         """
+        if torch.compiler.is_compiling():
+            half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
+            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, None, merges=False)
         state = self._comm_state(comm)
-        self._require_form(tagged)
+        self._require_form(state, slot, tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, (state, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
+        self._backend.decode(self, comm, (state.words, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
+        state.note(slot, tagged)
 
     def decode_merge(
         self,
@@ -391,10 +427,12 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         enable_pdl: bool = True,
     ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
+        if torch.compiler.is_compiling():
+            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
         state = self._comm_state(comm)
-        self._require_form(tagged)
+        self._require_form(state, None, tagged)
         _require_output(output)
-        self._backend.decode(self, comm, (state, False, True, slot, tagged, enable_pdl, num_valid_pages, output))
+        self._backend.decode(self, comm, (state.words, False, True, slot, tagged, enable_pdl, num_valid_pages, output))
 
     def prefill_window_plan(
         self,
@@ -454,7 +492,7 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         )
         if isinstance(qo_segment_lens, torch.Tensor) and qo_segment_lens.dim() == 1:
             require_int("segments of qo_segment_lens", len(qo_segment_lens), 0, self.max_num_seqs)
-        self._backend.prefill_plan(call)
+        find_backend(self.backend).prefill_plan(call)
         return call.plan()
 
     def prefill_local(
@@ -509,24 +547,9 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
             If a launch fails, or the kernels are not resident while a graph is captured.
         """
         require_score_plan("window_plan", window_plan)
-        self._backend.prefill_local(
-            PrefillLocal(
-                query,
-                index_k,
-                block_table,
-                window_plan,
-                self.rank,
-                self.world_size,
-                score_scratch,
-                num_valid_pages,
-                carrier_view,
-                self.init_blocks,
-                self.local_blocks,
-                self.index_scale,
-                self.index_offset,
-                pool,
-                self._short_scratch,
-                self._exact,
+        find_backend(self.backend).prefill_local(
+            self._local_call(
+                query, index_k, block_table, window_plan, score_scratch, num_valid_pages, carrier_view, pool
             )
         )
 
@@ -551,9 +574,172 @@ max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, 
         RuntimeError
             If a launch fails, or the kernels are not resident while a graph is captured.
         """
-        self._backend.prefill_merge(
-            PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
+        find_backend(self.backend).prefill_merge(self._merge_call(received, num_valid_pages, output))
+
+    def prepare_decode_step(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_valid_pages: torch.Tensor,
+        scores: torch.Tensor | None,
+        output: torch.Tensor,
+        *,
+        comm: Any,
+        tagged: bool,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+        pool: torch.Tensor | None = None,
+        debug: bool = False,
+    ) -> MSAIcpDecodeStep:
+        """Bind everything of a step's :meth:`decode` calls but query, keys and slot; the host checks run once.
+
+        Arguments are those of ``decode``. What a tensor holds is read by every launch; the tensors themselves, and
+        ``comm``, stay as they are while the step is used.
+
+        Parameters
+        ----------
+        debug : bool
+            Before every launch, compare it with what ``decode`` would launch, and raise ``RuntimeError`` if they
+            differ: a tensor has been moved or resized since, for example.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described.
+        """
+        return MSAIcpDecodeStep(
+            self,
+            DecodeChain(
+                self._comm_state(comm).words,
+                -1,
+                tagged,
+                enable_pdl,
+                num_valid_pages,
+                block_table,
+                seq_lens,
+                scores,
+                pool,
+                decode_query_len,
+                output,
+            ),
+            comm,
+            debug,
         )
+
+    def prepare_prefill_step(
+        self,
+        windows: Sequence[tuple[int, int, torch.Tensor, MSAIcpScorePlan]],
+        score_scratch: torch.Tensor | None,
+        num_valid_pages: torch.Tensor,
+        send: torch.Tensor,
+        received: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        debug: bool = False,
+        pool: torch.Tensor | None = None,
+    ) -> MSAIcpPrefillStep:
+        """Bind everything of a step's :meth:`prefill_local` and :meth:`prefill_merge` calls but query and keys.
+
+        Parameters
+        ----------
+        windows : sequence of (start, end, block_table, window_plan)
+            The step's windows, in order and disjoint: tokens ``start`` to ``end`` of the step, their block table and
+            the plan of :meth:`prefill_window_plan` with ``total_q == end - start``. At least one.
+        score_scratch : torch.Tensor
+            As for ``prefill_local``, for the largest of the windows; they use it in turn.
+        num_valid_pages : torch.Tensor
+            int32 ``[T]``, of all tokens of the step.
+        send : torch.Tensor
+            int32 ``[4, T, 33]``, unit last stride: the step's carrier.
+        received : torch.Tensor
+            int32 ``[world_size, heads_per_rank, T, 33]``, as for ``prefill_merge``: where the caller's all-to-all,
+            between :meth:`MSAIcpPrefillStep.local` and :meth:`MSAIcpPrefillStep.merge`, puts what the ranks sent.
+        output : torch.Tensor
+            int32 ``[T, heads_per_rank, 16]``, as for ``prefill_merge``.
+        debug : bool
+            As for :meth:`prepare_decode_step`.
+        pool : torch.Tensor, optional
+            As for ``prefill_local``.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described.
+        """
+        return MSAIcpPrefillStep(self, windows, score_scratch, num_valid_pages, send, received, output, pool, debug)
+
+    def layer_graphs(self, *, capture_after: int = 1, max_keys: int = 4) -> MSAIcpLayerGraphs:
+        """CUDA graphs of single layers, for steps that come again with the same buffers.
+
+        Parameters
+        ----------
+        capture_after : int
+            Steps of a key that run eagerly before the next is captured, at least 0.
+        max_keys : int
+            Step keys that keep graphs, at least 1; the least recently used goes first.
+        """
+        return MSAIcpLayerGraphs(self, capture_after=capture_after, max_keys=max_keys)
+
+    def _local_call(
+        self,
+        query: Any,
+        index_k: Any,
+        block_table: torch.Tensor,
+        window_plan: MSAIcpScorePlan,
+        score_scratch: torch.Tensor | None,
+        num_valid_pages: torch.Tensor,
+        carrier_view: torch.Tensor,
+        pool: torch.Tensor | None,
+    ) -> PrefillLocal:
+        return PrefillLocal(
+            query,
+            index_k,
+            block_table,
+            window_plan,
+            self.rank,
+            self.world_size,
+            score_scratch,
+            num_valid_pages,
+            carrier_view,
+            self.init_blocks,
+            self.local_blocks,
+            self.index_scale,
+            self.index_offset,
+            pool,
+            self._short_scratch,
+            self._exact,
+        )
+
+    def _merge_call(self, received: Any, num_valid_pages: Any, output: Any) -> PrefillMerge:
+        return PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
+
+
+class _CommState(NamedTuple):
+    """The fields of a checked comm, what every launch of the decode chain takes from them and the plan, and a cell
+    with the slot set that its last tagged rows used.
+    """
+
+    fields: tuple[Any, ...]
+    words: torch.Tensor
+    last_slot: list[int]
+
+    def note(self, slot: int, tagged: bool) -> None:
+        """Remember the slot set of a layer that has been launched."""
+        if tagged:
+            self.last_slot[0] = slot
+
+
+_NO_COMM = _CommState((object(),) * 7, torch.zeros(0, dtype=torch.int64), [-1])
+
+
+def _nanoseconds(wait_seconds: Any) -> int:
+    """A limit of seconds as the launcher takes it, 0 for none."""
+    if wait_seconds is None:
+        return 0
+    number = isinstance(wait_seconds, (int, float)) and not isinstance(wait_seconds, bool)
+    if not number or not 1e-3 <= wait_seconds <= 1e6:
+        raise ValueError(f"wait_seconds must be None or a number of seconds in [0.001, 1000000], was {wait_seconds!r}")
+    return round(wait_seconds * 1e9)
 
 
 def _require_output(output: Any) -> None:
@@ -578,6 +764,7 @@ def prepare_msa_icp_indexer(
     num_sparse_layers: int,
     device: Any,
     spin_limit: int = _SPIN_LIMIT,
+    wait_seconds: float | None = None,
     accumulation: str = "tensor",
     backend: str = "cake",
 ) -> MSAIcpIndexerPlan:
@@ -605,6 +792,8 @@ def prepare_msa_icp_indexer(
         Device of the rank.
     spin_limit : int
         Polls after which a wait for a peer gives up and ends the CUDA context.
+    wait_seconds : float, optional
+        Seconds after which it does, whatever the polls; up to a million.
     accumulation : str
         ``"tensor"`` or ``"exact"``: how :meth:`~MSAIcpIndexerPlan.prefill_local` sums products, as in
         ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact but for the rounding of FP32 sums.
@@ -636,5 +825,6 @@ def prepare_msa_icp_indexer(
         device=device,
         backend=backend,
         spin_limit=spin_limit,
+        wait_seconds=wait_seconds,
         accumulation=accumulation,
     )

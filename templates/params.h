@@ -20,8 +20,8 @@ inline constexpr int kPoolLists = 128;
 enum class Wait : int { kPublish = 1, kMerge = 2 };
 enum class RowForm : int { kLegacy = 0, kTagged = 1 };
 
-// Written by the first wait of a device that runs out of polls, into mapped host memory, before it traps.
-// `complete` is stored last. `rank` and `slot` are -1 where the call does not know them.
+// Written by the first wait of a device that gives up, into mapped host memory, before it traps. `complete` is stored
+// last. `rank` and `slot` are -1 where the call does not know them.
 struct FaultRecord {
   int complete;
   int wait;
@@ -32,10 +32,13 @@ struct FaultRecord {
   int head;
   int row;
   int polls;
-  int reserved[7];
+  int milliseconds;
+  int reserved[6];
 };
 
-// Strides count elements of their tensor, except page_pitch, which counts bytes.
+// Parameters have no undefined bytes, between their fields or after them, so that the launcher can compare them whole.
+// Strides count elements of their tensor, except page_pitch, which counts bytes. A wait for a peer gives up after
+// `spin_limit` polls, or after `wait_ns` nanoseconds where that is not 0.
 struct DecodeScoreParams {
   const unsigned char* index_q;
   const unsigned char* index_k;
@@ -51,11 +54,12 @@ struct DecodeScoreParams {
   int batch;
   int query_len;
   int rank;
+  int unused;
   // Of the fused chain, which keeps lists in place of scores.
-  const int* num_valid_pages;
-  unsigned long long* pool;
   int force_begin_blocks;
   int force_end_blocks;
+  const int* num_valid_pages;
+  unsigned long long* pool;
 };
 
 // The rows that a selection reads, and which of their columns are candidates.
@@ -84,6 +88,7 @@ struct PublishParams {
   int capacity;
   int slot;
   int spin_limit;
+  long long wait_ns;
 };
 
 struct SelectPublishParams {
@@ -119,6 +124,7 @@ struct MergeParams {
   int spin_limit;
   int rank;
   int slot;
+  long long wait_ns;
 };
 
 // A tensor as the tensor copy engine knows it: what cuTensorMapEncodeTiled writes.
@@ -157,6 +163,10 @@ struct PrefillScoreParams {
   const long long* work_range;
   const long long* work_info;
   float* scores;
+  unsigned long long* pool;  // this and what follows it: of the fused chain, which keeps lists in place of scores
+  const int* num_valid_pages;
+  int force_begin_blocks;
+  int force_end_blocks;
   long long page_pitch;
   long long table_stride;
   long long score_token_stride;
@@ -166,11 +176,7 @@ struct PrefillScoreParams {
   int tokens;
   int rank;
   int aligned_scores;  // whether 4 scores from a multiple of 4 columns on are 16 aligned bytes in every row
-  // Of the fused chain, which keeps lists in place of scores.
-  int force_begin_blocks;
-  int force_end_blocks;
-  const int* num_valid_pages;
-  unsigned long long* pool;
+  int unused[9];
 };
 
 // CTAs of an item in the fused prefill chain's fold, and tokens of each CTA after those, which look for tokens of no
@@ -200,6 +206,7 @@ struct PrefillFoldParams {
   int index_offset;
   int force_begin_blocks;
   int force_end_blocks;
+  int unused;
 };
 
 struct PrefillFillParams {

@@ -43,8 +43,8 @@ struct Publication {
       int* flag = to + kRowWords - 1;
       if (lane == 0) {
         // Acquire: pairs with the owner's release of 0, after which none of its lanes reads the old words again.
-        for (int polls = 0; ptx::load_acquire(flag) != 0;) {
-          if (++polls == p.spin_limit) {
+        for (Polls polls; ptx::load_acquire(flag) != 0;) {
+          if (polls.exhausts(p)) {
             fail_wait(p.fault, p.errors, msa_icp::Wait::kPublish, kForm, p.rank, p.slot, owner, owned, token, polls);
           }
         }

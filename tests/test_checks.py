@@ -1143,6 +1143,7 @@ PREPARE: dict[str, tuple[Any, ...]] = {
     "max_model_len": (0, -1, True, 1.0, "1", None),
     "num_sparse_layers": (0, -1, True, 1.0, "1", None),
     "spin_limit": (0, 2**31, True, 1.0, "1", None),
+    "wait_seconds": (0, -1.0, 1e-4, 2e6, float("nan"), float("inf"), True, "1", [1]),
     "accumulation": ("", "EXACT", None, 1, True, ["exact"]),
     "backend": ("", "CAKE", None, 1, ["cake"]),
     "device": ("bogus", "cpu:x", None, -1, 1.5, []),

@@ -109,6 +109,7 @@ def limits(layout: Layout, **changes: Any) -> dict[str, Any]:
         "num_sparse_layers": 3,
         "device": "cpu",
         "spin_limit": 7,
+        "wait_seconds": 0.5,
         "accumulation": "exact",
         "backend": "torch",
     }

@@ -356,6 +356,13 @@ def test_the_launcher_checks_what_the_loader_gives_it(arguments: Sequence[Any], 
             "up. Either rank 2 stopped or never published this layer, the ranks disagree on slot, capacity or row "
             "form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
         ),
+        (
+            Fault("merge", "tagged", 1, 0, 0, 0, 2, 1 << 21, 0, 1.503),
+            "rank 1 on cuda:0 waited 2097152 polls (1.5 s) for rank 0 to publish the tagged receive row 2 (owned head "
+            "0) of slot set 0, and gives up. Either rank 0 stopped or never published this layer, the ranks disagree "
+            "on slot, capacity or row form, or the receive storage and counters were not zeroed together. Restart the "
+            "ranks of the group.",
+        ),
     ),
 )
 def test_a_fault_in_words(record: Fault, says: str) -> None:
@@ -366,7 +373,7 @@ def test_there_is_no_fault_before_one_happens() -> None:
     assert last_fault() is None
     merge_nothing()
     assert last_fault() is None and flashinfer_msa.Fault is Fault
-    assert [native.operation("fault_field")(63, field) for field in range(9)] == [0] * 9
+    assert [native.operation("fault_field")(63, field) for field in range(10)] == [0] * 10
 
 
 def fake_records(monkeypatch: pytest.MonkeyPatch, *records: Sequence[int]) -> None:
@@ -378,8 +385,8 @@ def fake_records(monkeypatch: pytest.MonkeyPatch, *records: Sequence[int]) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(records))
 
 
-# complete, wait, form, rank, slot, peer, head, row, polls
-EMPTY = (0,) * 9
+# complete, wait, form, rank, slot, peer, head, row, polls, milliseconds
+EMPTY = (0,) * 10
 
 
 @pytest.mark.parametrize(
@@ -388,10 +395,10 @@ EMPTY = (0,) * 9
         ((), None),
         ((EMPTY, EMPTY), None),
         # Words of a record that is not complete yet.
-        (((0, 1, 0, 3, 2, 1, 0, 9, 4),), None),
-        (((1, 1, 0, 3, 2, 1, 0, 9, 4),), Fault("publish", "legacy", 3, 2, 1, 0, 9, 4, 0)),
-        ((EMPTY, (1, 2, 1, -1, -1, 1, 0, 9, 4)), Fault("merge", "tagged", None, None, 1, 0, 9, 4, 1)),
-        ((EMPTY, (1, 2, 0, 0, 0, 1, 0, 9, 4)), Fault("merge", "legacy", 0, 0, 1, 0, 9, 4, 1)),
+        (((0, 1, 0, 3, 2, 1, 0, 9, 4, 0),), None),
+        (((1, 1, 0, 3, 2, 1, 0, 9, 4, 0),), Fault("publish", "legacy", 3, 2, 1, 0, 9, 4, 0)),
+        ((EMPTY, (1, 2, 1, -1, -1, 1, 0, 9, 4, 0)), Fault("merge", "tagged", None, None, 1, 0, 9, 4, 1)),
+        ((EMPTY, (1, 2, 0, 0, 0, 1, 0, 9, 4, 2500)), Fault("merge", "legacy", 0, 0, 1, 0, 9, 4, 1, 2.5)),
     ),
 )
 def test_last_fault_reads_the_records(

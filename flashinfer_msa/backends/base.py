@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .calls import (
+    DecodeChain,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -23,6 +24,22 @@ from .calls import (
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
+
+
+class Chain(Protocol):
+    """A chain of launches with everything bound but its query and keys."""
+
+    def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
+        """Check everything and keep it for :meth:`run`; launch nothing."""
+
+    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
+        """Launch number ``first`` to ``end`` with this query and these keys, which are like the recorded ones.
+
+        None for both in a chain, or a part of one, that reads neither.
+        """
+
+    def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
+        """The first launch that is not what the full path makes of the arguments as they are now, or -1."""
 
 
 class Backend(Protocol):
@@ -75,3 +92,12 @@ class Backend(Protocol):
 
     def prefill_merge(self, call: PrefillMerge) -> None:
         """Run the facade's merge of an exchanged carrier."""
+
+    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
+        """The facade's decode chain, kept."""
+
+    def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
+        """The facade's scorer and selection of a window, kept: ``first_token`` and on of a query of ``tokens``."""
+
+    def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
+        """The facade's merge of an exchanged carrier, kept."""

@@ -10,7 +10,9 @@ import torch
 
 from ..runtime import loader, native
 from ..sizing import require_device
+from .base import Chain
 from .calls import (
+    DecodeChain,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -23,6 +25,7 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
+from .chains import KeptLaunches
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
@@ -115,3 +118,21 @@ class CakeBackend:
     def prefill_merge(self, call: PrefillMerge) -> None:
         """Launch the facade's merge."""
         native.call("prefill_merge", True, *call)
+
+    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
+        """Keep the launches of the facade's decode chain."""
+        _require_resolved("scores", call.scores)
+        return KeptLaunches("decode", call.arguments, call.num_valid_pages.numel())
+
+    def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
+        """Keep the launches of the facade's scorer and selection."""
+        _require_resolved("score_scratch", call.score_scratch)
+
+        def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
+            return call.of_step(query, keys, first_token).arguments()
+
+        return KeptLaunches("prefill_local", arguments, tokens, first_token)
+
+    def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
+        """Keep the launch of the facade's merge."""
+        return KeptLaunches("prefill_merge", lambda query, keys: call)

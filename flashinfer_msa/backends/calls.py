@@ -104,6 +104,30 @@ class PublishHalf(NamedTuple):
     decode_query_len: int
 
 
+class DecodeChain(NamedTuple):
+    """The facade's decode chain but for its query and keys; ``state`` is what it takes from plan and comm."""
+
+    state: Tensor
+    slot: int
+    tagged: bool
+    enable_pdl: bool
+    num_valid_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scores: Tensor | None
+    pool: Tensor | None
+    decode_query_len: int
+    output: Tensor
+
+    def arguments(
+        self, index_q: Tensor | None, index_k: Tensor | None, publishes: bool = True, merges: bool = True
+    ) -> tuple[Any, ...]:
+        """What the launcher takes, for the chain or a half of it."""
+        publish = (index_q, index_k, *self[5:10]) if publishes else ()
+        merge = (self.output,) if merges else ()
+        return (self.state, publishes, merges, *self[1:5], *publish, *merge)
+
+
 class PrefillPlan(NamedTuple):
     """A call of the planner."""
 
@@ -212,6 +236,12 @@ class PrefillLocal(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         """What the launcher takes."""
         return (*self[:3], *_plan_arguments(self.window_plan), *self[4:])
+
+    def of_step(self, query: Any, index_k: Any, first_token: int) -> PrefillLocal:
+        """The call with keys and a step's query, in which the window's tokens begin at ``first_token``."""
+        if isinstance(query, Tensor) and query.dim() > 0:
+            query = query[first_token : first_token + self.window_plan.total_q]
+        return self._replace(query=query, index_k=index_k)
 
     def scores(self) -> Tensor | None:
         """Where the scores of a checked call go, ``[total_q, 4, a column a page]``; None for the fused chain."""

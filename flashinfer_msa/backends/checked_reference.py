@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
-from ..runtime import native
+from ..runtime import native, shared
 from ..score_plan import MSAIcpScorePlan
 from ..sizing import ceil_div, max_items, require_device
 from . import reference
+from .base import Chain
 from .calls import (
+    DecodeChain,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -26,6 +28,7 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
+from .chains import CheckedCalls
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
@@ -102,7 +105,8 @@ class TorchBackend:
         native.call("select_publish", False, *call)
         _require_torch(call)
         if call.scores.shape[0] > 0:
-            reference.topk_select_publish(**_fields(call, "spin_limit", "enable_pdl"))
+            limit = reference.WaitLimit(call.spin_limit)
+            reference.topk_select_publish(**_fields(call, "spin_limit", "enable_pdl"), limit=limit)
 
     @torch.inference_mode()
     def merge(self, call: Merge) -> None:
@@ -110,7 +114,8 @@ class TorchBackend:
         native.call("merge", False, *call)
         _require_torch(call)
         if call.num_valid_pages.numel() > 0:
-            reference.merge_candidates(**_fields(call, "spin_limit", "enable_pdl", "tagged"))
+            limit = reference.WaitLimit(call.spin_limit)
+            reference.merge_candidates(**_fields(call, "spin_limit", "enable_pdl", "tagged"), limit=limit)
 
     @torch.inference_mode()
     def score_publish(self, call: ScorePublish) -> None:
@@ -139,11 +144,12 @@ class TorchBackend:
             generations=call.generations,
             index_scale=layout.index_scale,
             index_offset=layout.index_offset(call.rank),
+            limit=reference.WaitLimit(call.spin_limit),
         )
 
     @torch.inference_mode()
     def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
-        """The chain in torch. One whose merge could not end publishes nothing."""
+        """The chain in torch. In one process, one whose merge could not end publishes nothing."""
         native.call("decode", False, *arguments)
         _, publishes, merges, slot, tagged, _, num_valid_pages, *halves = arguments
         output = halves.pop() if merges else None
@@ -156,9 +162,13 @@ class TorchBackend:
             return
         recv = (comm.tagged_recv if tagged else comm.recv)[slot]
         expected = comm.expected_generations[slot] if tagged else None
-        here = {"rank": plan.rank, "slot": slot}
+        here = {
+            "rank": plan.rank,
+            "slot": slot,
+            "limit": reference.WaitLimit(plan.spin_limit, plan.wait_seconds),
+        }
         if half is not None:
-            if output is not None:
+            if output is not None and shared.find(recv.data_ptr()) is None:
                 rows, counters = recv[:, :, :tokens], None if expected is None else expected[:, :tokens]
                 reference.require_rows(rows, counters, comm.errors, but_of=plan.rank, **here)
             fused = half.pool is not None or half.scores is None
@@ -299,6 +309,40 @@ class TorchBackend:
                 expected_generations=None,
                 prefill=True,
             )
+
+    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
+        """The facade's decode chain, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            if end == 0:
+                native.call("decode", False, *call.arguments(query, keys))
+            else:
+                self.decode(plan, comm, call.arguments(query, keys, first == 0, end == 3))
+
+        return CheckedCalls(run, call.num_valid_pages.numel())
+
+    def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
+        """The facade's scorer and selection, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            bound = call.of_step(query, keys, first_token)
+            if end == 0:
+                native.call("prefill_local", False, *bound.arguments())
+            else:
+                self.prefill_local(bound)
+
+        return CheckedCalls(run, tokens)
+
+    def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
+        """The facade's merge of an exchanged carrier, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            if end == 0:
+                native.call("prefill_merge", False, *call)
+            else:
+                self.prefill_merge(call)
+
+        return CheckedCalls(run, 0)
 
 
 def _score_plane(index_q: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

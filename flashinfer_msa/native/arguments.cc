@@ -2,9 +2,19 @@
 // Arguments that several operations share.
 #include "arguments.h"
 
+#include <string.h>
+
 namespace msa_icp {
 
 bool take_launch(Call& call) {
+  if (call.at_tensor()) {
+    void* words = call.host_words("recording", sizeof(Recording) / sizeof(int64_t));
+    if (words == nullptr) return false;
+    memset(words, 0, sizeof(Recording));
+    call.record_into(static_cast<Recording*>(words));
+    call.require_cuda();
+    return true;
+  }
   const bool launches = call.flag("launch");
   if (launches) call.require_cuda();
   return launches;

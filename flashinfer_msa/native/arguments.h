@@ -9,6 +9,7 @@
 #include "constants.h"
 #include "kernels.h"
 #include "params.h"
+#include "recording.h"
 
 #define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
 
@@ -20,7 +21,7 @@ constexpr int64_t kMaxTokens = INT32_MAX / kHeads;  // a grid has a CTA for each
 inline int as_int(int64_t value) { return static_cast<int>(value); }
 
 // Takes `launch`, the first argument of every operation. Without it the call is only checked, on whatever device its
-// tensors are: the torch backend checks its arguments here too.
+// tensors are: the torch backend checks its arguments here too. Words of a recording in its place keep the chain there.
 bool take_launch(Call& call);
 
 int take_one_of(Call& call, const char* name, int first, int second);
@@ -63,16 +64,20 @@ void check_selected_plane(Call& call, const Tensor& scores);
 
 SelectParams select_params(const Selection& s, int64_t tokens);
 
-// Launches, if the call is one that `launches` and nothing is wrong with it, what `make(device, chain)` returns the
-// length of; then ends the operation.
+// sm_90a's prefill scorers copy by tensor maps: of the query, and of `pages` pages of `rows` keys.
+inline bool takes_tensor_maps(const Device& device) { return device.capability_major == 9; }
+bool set_tensor_maps(Call& call, PrefillScoreParams* p, int rows, int64_t pages);
+
+// Launches or records, if the call is one that `launches` and nothing is wrong with it, what `make(device, chain)`
+// returns the length of; then ends the operation. `keys` is the index-K cache of a chain that may be recorded.
 template <int kLength, typename Make>
-int finish(Call& call, bool launches, Make make) {
+int finish(Call& call, bool launches, Make make, const Tensor* keys = nullptr) {
   if (call.ok() && launches) {
     Device* device = ready_device(call);
     if (call.ok()) {
       Launch chain[kLength];
       const int length = make(*device, chain);
-      if (call.ok()) launch(call, device, chain, length);
+      if (call.ok()) call.recording() ? record(call, chain, length, keys) : launch(call, device, chain, length);
     }
   }
   return call.finish();

@@ -184,14 +184,16 @@ Tensor Call::optional_tensor(const char* name, Type type, int dimensions) {
   return check_tensor(name, argument, type, dimensions);
 }
 
-const void* Call::host_words(const char* name, int64_t count) {
+bool Call::at_tensor() const { return next_ != end_ && tensor_of(*next_) != nullptr; }
+
+void* Call::host_words(const char* name, int64_t count) {
   const TVMFFIAny* argument = take(name);
   const DLTensor* t = argument ? tensor_of(*argument) : nullptr;
   if (t == nullptr || t->device.device_type != kDLCPU || t->ndim != 1 || t->shape[0] != count) {
     fail("%s must be %" PRId64 " words in host memory", name, count);
     return nullptr;
   }
-  return static_cast<const char*>(t->data) + t->byte_offset;
+  return static_cast<char*>(t->data) + t->byte_offset;
 }
 
 void Call::expect_device(int64_t index, const char* whose) {

@@ -11,6 +11,8 @@
 
 namespace msa_icp {
 
+struct Recording;
+
 enum class Type { kE4M3, kFloat32, kInt32, kInt64, kUInt8 };
 
 // A tensor argument. Sizes and strides count elements; a dimension of one element has no stride to speak of.
@@ -41,7 +43,11 @@ class Call {
   Tensor tensor(const char* name, Type type, int dimensions);
   Tensor optional_tensor(const char* name, Type type, int dimensions);
   // Words of a dense int64 tensor in host memory, which the caller has made itself.
-  const void* host_words(const char* name, int64_t count);
+  void* host_words(const char* name, int64_t count);
+  // Whether the next argument is None.
+  bool at_none() const { return next_ != end_ && next_->type_index == kTVMFFINone; }
+  // Whether the next argument is a tensor.
+  bool at_tensor() const;
 
   // Demands that the tensors that follow are on this CUDA device, or with -1 on the CPU, as `whose` is.
   void expect_device(int64_t index, const char* whose);
@@ -62,6 +68,10 @@ class Call {
   void expect_disjoint_rows(const Tensor& t);
   void expect_multiple(const Tensor& t, int axis, int64_t divisor);
   void expect_aligned(const Tensor& t, int bytes);
+
+  // Where the operation's chain is kept rather than launched, if it is.
+  void record_into(Recording* recording) { recording_ = recording; }
+  Recording* recording() const { return recording_; }
 
   // Records the call's first error as a ValueError; `format` starts with the argument's name.
   __attribute__((format(printf, 2, 3))) void fail(const char* format, ...);
@@ -88,6 +98,7 @@ class Call {
   bool raised_ = false;
   DLDevice device_ = {static_cast<DLDeviceType>(0), 0};
   const char* device_of_ = nullptr;
+  Recording* recording_ = nullptr;
   const char* kind_ = "ValueError";
   char message_[1024];
 };

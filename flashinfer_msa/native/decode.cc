@@ -240,7 +240,7 @@ Launch merge_launch(Merge* m, const Device& device) {
 // this order (flashinfer_msa/indexer.py packs them).
 struct ChainState {
   int64_t device;  // index, or -1 for the CPU
-  int64_t rank, world_size, heads_per_rank, capacity, init_blocks, local_blocks, spin_limit;
+  int64_t rank, world_size, heads_per_rank, capacity, init_blocks, local_blocks, spin_limit, wait_ns;
   int64_t page_size, max_query_len, index_scale, index_offset;
   int64_t recv, tagged_recv, recv_bases, tagged_recv_bases, publish_generations, expected_generations, errors;
 };
@@ -269,6 +269,7 @@ void set_publish(const ChainState& state, int slot, bool tagged, bool enable_pdl
   p->target.capacity = as_int(state.capacity);
   p->target.slot = slot;
   p->target.spin_limit = as_int(state.spin_limit);
+  p->target.wait_ns = state.wait_ns;
   p->capacity_name = "max_decode_tokens";
   p->tagged = tagged;
   p->enable_pdl = enable_pdl;
@@ -285,6 +286,7 @@ void set_merge(const ChainState& state, int slot, bool tagged, bool enable_pdl, 
   p.init_blocks = as_int(state.init_blocks);
   p.local_blocks = as_int(state.local_blocks);
   p.spin_limit = as_int(state.spin_limit);
+  p.wait_ns = state.wait_ns;
   p.errors = pointer<int>(state.errors);
   p.recv_row_stride = tagged ? kTaggedWords : kRowWords;
   p.recv_head_stride = p.capacity * p.recv_row_stride;
@@ -513,17 +515,20 @@ MSA_EXPORT __tvm_ffi_decode(void*, const TVMFFIAny* args, int32_t count, TVMFFIA
   const int64_t tokens = call.ok() ? num_valid_pages.size(0) : 0;
   DecodeScoreParams score;
   Publisher publisher;
-  return finish<3>(call, launches && tokens > 0, [&](Device& device, Launch* chain) {
-    int length = 0;
-    if (publishes) {
-      score = score_params(s);
-      fuse(p, &score);
-      chain[length++] = score_launch(s, layout, &score, device);
-      chain[length++] = publisher.launch(p, s, tokens, device);
-    }
-    if (merges) chain[length++] = merge_launch(&m, device);
-    return length;
-  });
+  return finish<3>(
+      call, launches && tokens > 0,
+      [&](Device& device, Launch* chain) {
+        int length = 0;
+        if (publishes) {
+          score = score_params(s);
+          fuse(p, &score);
+          chain[length++] = score_launch(s, layout, &score, device);
+          chain[length++] = publisher.launch(p, s, tokens, device);
+        }
+        if (merges) chain[length++] = merge_launch(&m, device);
+        return length;
+      },
+      publishes ? &s.index_k.keys : nullptr);
 }
 
 }  // namespace msa_icp

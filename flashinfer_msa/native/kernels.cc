@@ -146,7 +146,7 @@ CUresult launch_one(const Driver* driver, const Device* device, CUstream stream,
                                  stream,
                                  &attribute,
                                  l.dependent && device->capability_major >= 9 ? 1u : 0u};
-  void* params[] = {l.params};
+  void* params[] = {l.params.data};
   return driver->cuLaunchKernelEx(&config, kernel.function, params, nullptr);
 }
 

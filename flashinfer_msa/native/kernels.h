@@ -60,12 +60,23 @@ struct Device {
   Kernel kernels[kMaxLayouts][kNumRoles];
 };
 
+// A kernel's parameters.
+struct Params {
+  void* data;
+  unsigned bytes;
+
+  Params() = default;
+  Params(void* data_, unsigned bytes_) : data(data_), bytes(bytes_) {}
+  template <typename T>
+  Params(T* params) : data(params), bytes(sizeof(T)) {}
+};
+
 // One kernel of a chain, ready to launch.
 struct Launch {
   int layout;
   int role;
   unsigned grid_x, grid_y;
-  void* params;
+  Params params;
   bool dependent;  // programmatic dependent launch on the kernel before it
 };
 

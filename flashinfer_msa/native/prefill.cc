@@ -169,22 +169,9 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   p.max_blocks = as_int(s.plan.columns);
   p.tokens = as_int(s.plan.total_q);
   p.rank = s.rank;
-  if (tensor_maps) {
-    const uint64_t rows = static_cast<uint64_t>(p.tokens) * kHeads, row_bytes = kHeadDim;
-    const uint64_t query_sizes[] = {row_bytes, rows}, query_strides[] = {row_bytes};
-    const uint32_t query_box[] = {kHeadDim, kItemTokens * kHeads};
-    const uint64_t key_sizes[] = {row_bytes, static_cast<uint64_t>(s.info->rows),
-                                  static_cast<uint64_t>(s.k.keys.size(0))};
-    const uint64_t key_strides[] = {row_bytes, static_cast<uint64_t>(p.page_pitch)};
-    const uint32_t key_box[] = {kHeadDim, static_cast<uint32_t>(s.info->rows), 1};
-    make_tensor_map(call, &p.query_map, p.query, 2, query_sizes, query_strides, query_box) &&
-        make_tensor_map(call, &p.key_map, p.keys, 3, key_sizes, key_strides, key_box);
-  }
+  if (tensor_maps) set_tensor_maps(call, &p, s.info->rows, s.k.keys.size(0));
   return p;
 }
-
-// sm_90a's scorers copy by tensor maps.
-bool takes_tensor_maps(const Device& device) { return device.capability_major == 9; }
 
 Launch score_launch(const Score& s, PrefillScoreParams* params, const Device& device) {
   const int by_block = s.info->index_scale > 1 && !s.compact;
@@ -270,6 +257,17 @@ struct Fused {
 };
 
 }  // namespace
+
+bool set_tensor_maps(Call& call, PrefillScoreParams* p, int rows, int64_t pages) {
+  const uint64_t row_bytes = kHeadDim;
+  const uint64_t query_sizes[] = {row_bytes, static_cast<uint64_t>(p->tokens) * kHeads}, query_strides[] = {row_bytes};
+  const uint32_t query_box[] = {kHeadDim, kItemTokens * kHeads};
+  const uint64_t key_sizes[] = {row_bytes, static_cast<uint64_t>(rows), static_cast<uint64_t>(pages)};
+  const uint64_t key_strides[] = {row_bytes, static_cast<uint64_t>(p->page_pitch)};
+  const uint32_t key_box[] = {kHeadDim, static_cast<uint32_t>(rows), 1};
+  return make_tensor_map(call, &p->query_map, p->query, 2, query_sizes, query_strides, query_box) &&
+         make_tensor_map(call, &p->key_map, p->keys, 3, key_sizes, key_strides, key_box);
+}
 
 // prefill_plan(launch, qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset,
 //              packed_work_range, packed_work_info, workspace, num_qo_heads, total_q, max_query_len, max_seq_len,
@@ -447,14 +445,17 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
   Fused fused;
   PrefillScoreParams score;
   SelectPrefillParams select;
-  return finish<2>(call, launches && call.ok() && s.plan.batch > 0, [&](Device& device, Launch* chain) {
-    if (!s.scores) return fused.launches(call, s, selection, carrier, device, chain);
-    score = score_params(call, s, takes_tensor_maps(device));
-    select = select_params(selection, carrier, s.plan.total_q, s.columns);
-    chain[0] = score_launch(s, &score, device);
-    chain[1] = select_launch(&select, device);
-    return 2;
-  });
+  return finish<2>(
+      call, launches && call.ok() && s.plan.batch > 0,
+      [&](Device& device, Launch* chain) {
+        if (!s.scores) return fused.launches(call, s, selection, carrier, device, chain);
+        score = score_params(call, s, takes_tensor_maps(device));
+        select = select_params(selection, carrier, s.plan.total_q, s.columns);
+        chain[0] = score_launch(s, &score, device);
+        chain[1] = select_launch(&select, device);
+        return 2;
+      },
+      &s.k.keys);
 }
 
 }  // namespace msa_icp

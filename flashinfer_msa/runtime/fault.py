@@ -17,7 +17,8 @@ class Fault:
     ``rank`` and ``slot`` are those of the waiting call where it knows them, else ``None``. ``peer`` is the rank the
     wait depends on: the owner whose receive row was still full (``wait == "publish"``), or the source whose row had
     not arrived (``wait == "merge"``). ``row`` is the token row within the slot set, ``head`` the index of the head
-    within the owner. ``polls`` is ``None`` for a wait of the torch backend, which nothing could end.
+    within the owner. ``polls`` is ``None`` for a wait of the torch backend, which nothing could end. ``seconds`` is how
+    long it waited, to the millisecond, 0 for a few hundred polls.
     """
 
     wait: Literal["publish", "merge"]
@@ -29,6 +30,7 @@ class Fault:
     row: int
     polls: int | None
     device: int | None = None
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
@@ -47,11 +49,12 @@ class Fault:
                 f"Either rank {self.peer} stopped or never published this layer, the ranks disagree on slot, capacity "
                 "or row form, or the receive storage and counters were not zeroed together."
             )
-        waited = "waits in vain" if self.polls is None else f"waited {self.polls} polls"
+        took = f" ({self.seconds:.3g} s)" if self.seconds else ""
+        waited = "waits in vain" if self.polls is None else f"waited {self.polls} polls{took}"
         return f"{who}{on} {waited} {what}, and gives up. {advice} Restart the ranks of the group."
 
 
-_FIELDS = ("complete", "wait", "form", "rank", "slot", "peer", "head", "row", "polls")
+_FIELDS = ("complete", "wait", "form", "rank", "slot", "peer", "head", "row", "polls", "milliseconds")
 _WAITS: dict[int, Literal["publish", "merge"]] = {1: "publish", 2: "merge"}
 _FORMS: dict[int, Literal["legacy", "tagged"]] = {0: "legacy", 1: "tagged"}
 
@@ -84,4 +87,5 @@ def faults() -> Iterator[Fault]:
                 row=words["row"],
                 polls=words["polls"],
                 device=device,
+                seconds=words["milliseconds"] / 1000,
             )

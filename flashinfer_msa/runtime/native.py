@@ -70,9 +70,9 @@ def _explain(name: str, arguments: tuple[Any, ...], error: Exception) -> None:
     """Raise a better error than ``error``, if there is one."""
     from .fault import faults
 
-    devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)}
+    devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)} - {None}
     for fault in faults():
-        if fault.device in devices:
+        if fault.device in devices or not devices:
             raise RuntimeError(str(fault)) from error
     passable = tuple(_words_for_unpassable(argument) for argument in arguments)
     if any(a is not b for a, b in zip(passable, arguments, strict=True)):

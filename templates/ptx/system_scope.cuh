@@ -1,6 +1,13 @@
 // Accesses ordered or atomic at system scope: what ranks on different GPUs agree through.
 namespace ptx {
 
+// Of a clock that all multiprocessors share.
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
 __device__ __forceinline__ int load_acquire(const int* address) {
   int value;
   asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

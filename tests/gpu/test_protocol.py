@@ -90,7 +90,7 @@ def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> Non
         assert counts.wrong == 0, counts
 
 
-def run_alone(body: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_alone(body: str, limit: str = "spin_limit=5000", timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own: what it does ends a CUDA context, or needs a fresh one."""
     prelude = """
         import torch
@@ -101,7 +101,7 @@ def run_alone(body: str, timeout: float = 120) -> subprocess.CompletedProcess[st
             msa_ops.prepare_msa_icp_indexer(
                 world_size=2, rank=r, num_index_heads=4, page_size=128, init_blocks=0, local_blocks=1,
                 max_decode_tokens=4, max_decode_query_len=1, max_num_batched_tokens=64, max_num_seqs=4,
-                max_model_len=2048, num_sparse_layers=3, device="cuda", spin_limit=5000)
+                max_model_len=2048, num_sparse_layers=3, device="cuda", LIMIT)
             for r in range(2)
         ]
         comms = local_comm(plans)
@@ -118,7 +118,7 @@ def run_alone(body: str, timeout: float = 120) -> subprocess.CompletedProcess[st
         def merge(rank, slot, tagged):
             plans[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
     """
-    code = textwrap.dedent(prelude) + textwrap.dedent(body)
+    code = textwrap.dedent(prelude).replace("LIMIT", limit) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
 
 
@@ -163,6 +163,33 @@ def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
     assert "sync" in lines
     for word in [*words, "5000 polls"]:
         assert word in lines["fault"] and word in lines["next call"], done.stdout
+
+
+@pytest.mark.traps
+@pytest.mark.parametrize(
+    "calls",
+    ["publish(0, 1, True); merge(0, 1, True)", "publish(0, 0, False); publish(0, 0, False)"],
+    ids=["tagged-merge", "legacy-publish"],
+)
+def test_a_limit_of_seconds_ends_a_wait(calls: str) -> None:
+    """With ``wait_seconds`` a wait goes on for as long, whatever the polls."""
+    body = """
+    begin = time.monotonic()
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        print("waited:", time.monotonic() - begin)
+    fault = flashinfer_msa.last_fault()
+    print("polls:", fault.polls)
+    print("seconds:", fault.seconds)
+    """
+    limit = "spin_limit=100, wait_seconds=0.75"
+    begin = "\nimport time\ntorch.cuda.synchronize()\n"
+    done = run_alone(begin + calls.replace("; ", "\n") + textwrap.dedent(body), limit)
+    assert done.returncode == 0, done.stderr
+    lines = {name: float(value) for name, value in (line.split(": ") for line in done.stdout.splitlines())}
+    assert 0.74 <= lines["seconds"] <= 0.8 and lines["polls"] > 1000
+    assert lines["waited"] <= 2
 
 
 @pytest.mark.traps

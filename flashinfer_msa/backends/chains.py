@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains with everything bound but their query and keys, as each backend keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime import native
+
+Tensors = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class KeptLaunches:
+    """Launches that the launcher has checked and keeps; see ``native/recording.h``."""
+
+    def __init__(
+        self,
+        operation: str,
+        arguments: Callable[[torch.Tensor | None, torch.Tensor | None], tuple[Any, ...]],
+        tokens: int = 0,
+        first_token: int = 0,
+    ) -> None:
+        """``arguments(query, keys)`` are the operation's; the query that :meth:`run` takes has ``tokens``."""
+        self._operation, self._arguments = operation, arguments
+        self._place = (tokens, first_token)
+        self._words = self._make_words()
+        self._address = self._words.data_ptr()
+
+    @staticmethod
+    def _make_words() -> torch.Tensor:
+        return torch.zeros(native.operation("recording_words")(), dtype=torch.int64)
+
+    def _keep(self, words: torch.Tensor, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
+        native.call(self._operation, words, *self._arguments(index_q, index_k))
+        native.call("place", words, *self._place)
+
+    def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
+        """Check everything and keep it."""
+        words = self._make_words()
+        self._keep(words, index_q, index_k)
+        self._words.copy_(words)
+
+    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
+        """Launch what is kept with this query and these keys."""
+        native.call("replay", self._address, first, end, index_q, index_k)
+
+    def first_difference(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> int:
+        """The first launch that the full path would make otherwise, or -1."""
+        self.run(index_q, index_k, 0, 0)
+        fresh = self._make_words()
+        self._keep(fresh, index_q, index_k)
+        return int(native.call("first_difference", self._words, fresh))
+
+
+class CheckedCalls:
+    """The torch backend's: every run is the full path, for tensors like the recorded ones."""
+
+    def __init__(self, run: Callable[[torch.Tensor | None, torch.Tensor | None, int, int], None], tokens: int) -> None:
+        """``run(query, keys, first, end)`` checks and computes launches ``first`` to ``end``."""
+        self._run, self._tokens = run, tokens
+        self._form: tuple[Any, ...] | None = None
+
+    def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
+        """Check everything and remember what the keys are like."""
+        self._run(index_q, index_k, 0, 0)
+        self._form = None if index_k is None else _form_of(index_k)
+
+    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
+        """Run the full path."""
+        if index_k is not None and self._form is not None:
+            _require_form(index_q, index_k, self._tokens, self._form)
+        self._run(index_q, index_k, first, end)
+
+    def first_difference(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> int:
+        """There is no other path."""
+        return -1
+
+
+def _form_of(keys: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(keys.shape), keys.stride()
+
+
+def _require_form(query: Any, keys: Any, tokens: int, form: tuple[Any, ...]) -> None:
+    """Refuse tensors that are not like the recorded ones; what is common to all calls is checked by the call."""
+    if isinstance(query, torch.Tensor) and query.dim() == 3 and query.shape[0] != tokens:
+        raise ValueError(
+            f"index_q must have shape [tokens of the step, heads, head dim] = [{tokens}, 4, 128], "
+            f"was {list(query.shape)}"
+        )
+    if isinstance(keys, torch.Tensor) and keys.layout is torch.strided and _form_of(keys) != form:
+        raise ValueError(
+            f"index_k must have shape {list(form[0])} and strides {list(form[1])} like the step's, "
+            f"had shape {list(keys.shape)} and strides {list(keys.stride())}"
+        )

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared steps: everything of a step's calls bound and checked once, but for what differs from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .backends.calls import DecodeChain
+from .layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
+from .score_plan import MSAIcpScorePlan, require_score_plan
+from .sizing import require_int
+
+if TYPE_CHECKING:
+    from .backends.base import Chain
+    from .indexer import MSAIcpIndexerPlan
+
+_DECODE_LAUNCHES = ("scorer", "publisher", "merge")
+_PREFILL_LAUNCHES = ("scorer", "selection")
+_PUBLISHES, _ALL = 2, 3
+"""Launches of the first half of a decode chain, and of all of it."""
+
+
+class MSAIcpDecodeStep:
+    """A decode step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_decode_step`.
+
+    The first layer of each slot set runs all host checks. Later ones check shape, strides, dtype and device of query
+    and keys, which must be like the first ones, and bind them. No method allocates on the device or synchronizes. Not
+    for code that ``torch.compile`` traces.
+
+    Attributes
+    ----------
+    plan : MSAIcpIndexerPlan
+        The indexer.
+    tokens : int
+        Query tokens.
+    key : Hashable
+        All launch arguments except query, keys and slot: addresses, shapes, strides and numbers.
+    """
+
+    def __init__(self, plan: MSAIcpIndexerPlan, call: DecodeChain, comm: Any, debug: bool) -> None:
+        self.plan = plan
+        self._call, self._comm, self._debug = call, comm, _require_flag("debug", debug)
+        self._state = plan._comm_state(comm)
+        plan._require_form(self._state, None, call.tagged)
+        for name in ("num_valid_pages", "output"):
+            if not isinstance(getattr(call, name), torch.Tensor):
+                raise ValueError(f"{name} must be a dense tensor, was {getattr(call, name)!r}")
+        self.tokens = call.num_valid_pages.numel()
+        self._chains = [self._chain(slot) for slot in range(NUM_SLOT_SETS)]
+        self._bound = [False] * NUM_SLOT_SETS
+        for chain in self._chains:
+            chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
+        self._forms = self._forms_now()
+        numbers = (call.tagged, call.enable_pdl, call.decode_query_len)
+        self.key: Hashable = ("decode", id(plan), numbers, tuple(self._forms.items()))
+
+    def _chain(self, slot: int) -> Chain:
+        return self.plan._backend.decode_chain(self.plan, self._comm, self._call._replace(slot=slot))
+
+    def _forms_now(self) -> dict[str, Any]:
+        tensors = {name: value for name, value in self._call._asdict().items() if name not in ("state", "slot")}
+        tensors.update((f"comm.{name}", getattr(self._comm, name, None)) for name in self.plan._comm_fields)
+        return {name: _form(value) for name, value in tensors.items()}
+
+    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
+        """One layer: score, select and publish, merge. Arguments are those of :meth:`MSAIcpIndexerPlan.decode`.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described, or not like that of the slot set's first layer; nothing has been
+            launched then.
+        RuntimeError
+            If an earlier wait has run out, a launch fails, the kernels are not resident while a graph is captured, or
+            with ``debug`` a launch would differ from the full path's.
+        """
+        chain = self._ready(index_q, index_k, slot)
+        chain.run(index_q, index_k, 0, _ALL)
+        self._state.note(slot, self._call.tagged)
+
+    def publish(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
+        """The first half of :meth:`run`: score, select and publish."""
+        chain = self._ready(index_q, index_k, slot)
+        chain.run(index_q, index_k, 0, _PUBLISHES)
+        self._state.note(slot, self._call.tagged)
+
+    def merge(self, *, slot: int) -> None:
+        """The second half of :meth:`run`: merge the rows of this rank's heads."""
+        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        self._require_comm()
+        if self._debug:
+            _require_equal(self._forms, self._forms_now())
+        self._chains[slot].run(None, None, _PUBLISHES, _ALL)
+
+    def record(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
+        """Check everything for layers of a slot set with tensors like these, and launch nothing."""
+        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        self._require_comm()
+        self._chains[slot].record(index_q, index_k)
+        self._bound[slot] = True
+
+    def note_slot(self, slot: int) -> None:
+        """Say that a captured graph of this step's layer is about to be replayed.
+
+        Raises
+        ------
+        ValueError
+            If the slot set is that of the layer before, with tagged rows.
+        """
+        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        self._require_comm()
+        self.plan._require_form(self._state, slot, self._call.tagged)
+        self._state.note(slot, self._call.tagged)
+
+    def _require_comm(self) -> None:
+        """Refuse receive storage that has been closed or exchanged since: kernels would store into what is gone."""
+        if self._comm.recv is not self._state.fields[0]:
+            raise ValueError(
+                "comm must be as it was when the step was prepared, but its receive rows have been closed or replaced: "
+                "prepare a step anew"
+            )
+
+    def _ready(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> Chain:
+        """The chain of a slot set, checked for tensors like these."""
+        if slot.__class__ is not int or not 0 <= slot < NUM_SLOT_SETS:
+            require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        self._require_comm()
+        self.plan._require_form(self._state, slot, self._call.tagged)
+        if not self._bound[slot]:
+            self.record(index_q, index_k, slot=slot)
+        chain = self._chains[slot]
+        if self._debug:
+            _require_equal(self._forms, self._forms_now())
+            _require_same_launches(chain, index_q, index_k, _DECODE_LAUNCHES)
+        return chain
+
+
+class MSAIcpPrefillStep:
+    """A prefill step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_prefill_step`.
+
+    The first layer runs all host checks. Later ones check shape, strides, dtype and device of query and keys, which
+    must be like the first ones, and bind them. No method allocates on the device or synchronizes. Not for code that
+    ``torch.compile`` traces.
+
+    Attributes
+    ----------
+    plan : MSAIcpIndexerPlan
+        The indexer.
+    tokens : int
+        Query tokens of the step.
+    key : Hashable
+        All launch arguments except query and keys: addresses, shapes, strides and numbers.
+    """
+
+    def __init__(
+        self,
+        plan: MSAIcpIndexerPlan,
+        windows: Iterable[tuple[int, int, torch.Tensor, MSAIcpScorePlan]],
+        score_scratch: torch.Tensor | None,
+        num_valid_pages: torch.Tensor,
+        send: torch.Tensor,
+        received: torch.Tensor,
+        output: torch.Tensor,
+        pool: torch.Tensor | None,
+        debug: bool,
+    ) -> None:
+        self.plan, self._debug = plan, _require_flag("debug", debug)
+        self.tokens = _require_send(send)
+        if not isinstance(num_valid_pages, torch.Tensor) or tuple(num_valid_pages.shape) != (self.tokens,):
+            was = tuple(num_valid_pages.shape) if isinstance(num_valid_pages, torch.Tensor) else repr(num_valid_pages)
+            raise ValueError(f"num_valid_pages must have shape [tokens of send] = [{self.tokens}], was {was}")
+        self._windows = _require_windows(windows, self.tokens)
+        self._tensors = {
+            "score_scratch": score_scratch,
+            "num_valid_pages": num_valid_pages,
+            "send": send,
+            "received": received,
+            "output": output,
+            "pool": pool,
+        }
+        self._locals = [
+            plan._backend.prefill_local_chain(
+                plan._local_call(
+                    None,
+                    None,
+                    block_table,
+                    window_plan,
+                    score_scratch,
+                    num_valid_pages[start:end],
+                    send[:, start:end],
+                    pool,
+                ),
+                self.tokens,
+                start,
+            )
+            for start, end, block_table, window_plan in self._windows
+        ]
+        self._merge = plan._backend.prefill_merge_chain(plan._merge_call(received, num_valid_pages, output))
+        for chain in self._locals:
+            chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
+        self._merge.record(None, None)
+        self._bound = False
+        self._forms = self._forms_now()
+        self.key: Hashable = ("prefill", id(plan), tuple(self._forms.items()))
+
+    def _forms_now(self) -> dict[str, Any]:
+        forms = {name: _form(value) for name, value in self._tensors.items()}
+        for number, (start, end, block_table, window_plan) in enumerate(self._windows):
+            forms[f"windows[{number}]"] = (start, end)
+            forms[f"windows[{number}].block_table"] = _form(block_table)
+            for name, value in vars(window_plan).items():
+                forms[f"windows[{number}].window_plan.{name}"] = _form(value)
+        return forms
+
+    def local(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
+        """One layer's local part: score and select every window into the carrier.
+
+        Parameters
+        ----------
+        index_q : torch.Tensor
+            float8_e4m3fn ``[T, 4, 128]``, contiguous, 16-byte aligned: all tokens of the step.
+        index_k : torch.Tensor
+            As for :meth:`MSAIcpIndexerPlan.prefill_local`.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not as described, or not like that of the first layer; nothing has been launched then.
+        RuntimeError
+            If a launch fails, the kernels are not resident while a graph is captured, or with ``debug`` a launch would
+            differ from the full path's.
+        """
+        if not self._bound:
+            self.record(index_q, index_k)
+        if self._debug:
+            _require_equal(self._forms, self._forms_now())
+            for chain in self._locals:
+                _require_same_launches(chain, index_q, index_k, _PREFILL_LAUNCHES)
+        for chain in self._locals:
+            chain.run(index_q, index_k, 0, len(_PREFILL_LAUNCHES))
+
+    def merge(self) -> None:
+        """Merge what the ranks sent for the heads that this rank owns."""
+        if self._debug:
+            _require_equal(self._forms, self._forms_now())
+        self._merge.run(None, None, 0, 1)
+
+    def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
+        """Check everything for layers with tensors like these, and launch nothing."""
+        for chain in self._locals:
+            chain.record(index_q, index_k)
+        self._bound = True
+
+
+def _stand_ins(plan: MSAIcpIndexerPlan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query and keys that pass the checks, so that those of everything else come to light."""
+    e4m3 = {"dtype": torch.float8_e4m3fn, "device": plan.device}
+    return torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, plan.layout.rows, HEAD_DIM, **e4m3)
+
+
+def _form(value: Any) -> Any:
+    """What a launch takes of an argument; two equal ones make the same launch."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device
+    return value
+
+
+def _require_equal(prepared: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, form in prepared.items():
+        if now[name] != form:
+            raise RuntimeError(
+                f"{name} is not what the step was prepared with: {_words(form)} then, {_words(now[name])} now. "
+                "Prepare a step anew when its tensors change"
+            )
+
+
+def _words(form: Any) -> str:
+    if not isinstance(form, tuple) or len(form) < 5:
+        return repr(form)
+    address, shape, strides, dtype, device = form
+    return f"{dtype} {list(shape)} with strides {list(strides)} at {address:#x} on {device}"
+
+
+def _require_same_launches(chain: Chain, index_q: Any, index_k: Any, names: tuple[str, ...]) -> None:
+    different = chain.first_difference(index_q, index_k)
+    if different >= 0:
+        raise RuntimeError(
+            f"the {names[different]} that the step would launch is not the one of the full path, with the same "
+            "arguments: this is a defect of flashinfer_msa; run without the prepared step, and report it"
+        )
+
+
+def _require_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, was {value!r}")
+    return value
+
+
+def _require_send(send: Any) -> int:
+    """Tokens of a step's carrier."""
+    if (
+        not isinstance(send, torch.Tensor)
+        or send.dim() != 3
+        or send.shape[0] != NUM_HEADS
+        or send.shape[2] != ROW_WORDS
+    ):
+        was = list(send.shape) if isinstance(send, torch.Tensor) else repr(send)
+        raise ValueError(f"send must be a tensor of shape [{NUM_HEADS}, tokens, {ROW_WORDS}], was {was}")
+    return send.shape[1]
+
+
+def _require_windows(windows: Any, tokens: int) -> list[tuple[int, int, torch.Tensor, MSAIcpScorePlan]]:
+    """A step's windows: in order, disjoint, within its tokens, each with a plan of its own size."""
+    if not isinstance(windows, Iterable) or isinstance(windows, (str, torch.Tensor)):
+        raise ValueError(f"windows must be a sequence of (start, end, block_table, window_plan), was {windows!r}")
+    checked = []
+    last = 0
+    for number, window in enumerate(windows):
+        if not isinstance(window, (tuple, list)) or len(window) != 4:
+            raise ValueError(f"windows[{number}] must be (start, end, block_table, window_plan), was {window!r}")
+        start, end, block_table, window_plan = window
+        require_int(f"start of windows[{number}]", start, last, tokens)
+        require_int(f"end of windows[{number}]", end, start + 1, tokens)
+        require_score_plan(f"window_plan of windows[{number}]", window_plan)
+        if window_plan.total_q != end - start:
+            raise ValueError(
+                f"window_plan of windows[{number}] must have total_q == end - start == {end - start}, "
+                f"was {window_plan.total_q}"
+            )
+        checked.append((start, end, block_table, window_plan))
+        last = end
+    if not checked:
+        raise ValueError("windows must hold at least one window, was empty")
+    return checked
