@@ -123,9 +123,9 @@ class MSAIcpGroupComm(MSAIcpComm):
             _lost.append((self.storages, self._handle))
         try:
             if wait:
-                # A rank that is gone stores nothing any more.
+                # A group that is gone cannot be waited for, and a dead rank stores nothing any more.
                 with contextlib.suppress(RuntimeError, ValueError):
-                    _gather(self.group, device, lambda: None)
+                    _gather(_require_group(self.group), device, lambda: None)
         finally:
             self.plan._forget_comm(self)
             shared.forget(self.storages)

@@ -288,6 +288,9 @@ def disagreement(rank: int, place: Place) -> None:
         refuse("version", ("0.0.2", "0.0.1"), plan)
     with mock.patch.object(socket, "gethostname", lambda: "there" if odd else "here"):
         refuse("host", ("here", "there"), plan)
+    if place.device == "cpu":
+        with mock.patch.object(plan, "arch", "sm_90a" if odd else "sm_100a"):
+            refuse("kernels", ("sm_100a", "sm_90a"), plan)
     explicit = "shared" if place.device == "cpu" else "ipc"
     refuse("memory", ("auto", explicit), plan, memory=explicit if odd else "auto")
     with place.comm(plan) as comm:
@@ -434,9 +437,28 @@ def exchanging(rank: int, place: Place) -> None:
     for group in (None, dist.new_group(list(range(world_size)))):
         for tokens in (1, 37, 0, 256):
             carriers = carriers_of(world_size, tokens, plan.device)
-            received = torch.full((world_size, plan.heads_per_rank, tokens, ROW_WORDS), -1, device=plan.device).int()
+            shape = (world_size, plan.heads_per_rank, tokens, ROW_WORDS)
+            received = torch.full(shape, -1, dtype=torch.int32, device=plan.device)
             exchange_carriers(carriers[rank].clone(), received, group)
             assert torch.equal(received, exchange(carriers, plan)), tokens
+
+
+def captured_exchange(rank: int, place: Place) -> None:
+    """A CUDA graph of the exchange sends what the carrier holds at each replay."""
+    world_size = dist.get_world_size()
+    plan = place.plan(rank, LAYOUTS[f"p128_tp{world_size}"])
+    carriers = carriers_of(world_size, 50, plan.device)
+    send = carriers[rank].clone()
+    received = torch.full((world_size, plan.heads_per_rank, 50, ROW_WORDS), -1, dtype=torch.int32, device=plan.device)
+    exchange_carriers(send, received)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        exchange_carriers(send, received)
+    for replay in range(3):
+        send.copy_(carriers[rank] + replay)
+        received.fill_(-1)
+        graph.replay()
+        assert torch.equal(received, exchange([carrier + replay for carrier in carriers], plan)), replay
 
 
 def exchange_refuses(rank: int) -> None:
@@ -482,7 +504,7 @@ def exchange_refuses(rank: int) -> None:
 
 def prefill(rank: int, layout: str, place: Place) -> None:
     """A prefill step, exchanged, equals the brute force."""
-    plan = place.plan(rank, LAYOUTS[layout])
+    plan = place.plan(rank, LAYOUTS[layout], accumulation="exact")
     problem = PrefillProblem.random(
         plan.layout, query_lens=(70, 0, 30), kv_lens=(300, 40, 1900), device=plan.device, seed=5
     )

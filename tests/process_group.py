@@ -27,12 +27,14 @@ class RankError(Exception):
 class ProcessGroup:
     """``world_size`` processes with an initialized default group, ``backend`` gloo or nccl; a context manager.
 
-    With CUDA devices, rank ``r`` has device ``r % device_count`` as its current one. A function that a rank runs must
-    be importable by name. The processes start side by side, and are reused by every :meth:`run` until one fails to
-    answer.
+    With CUDA devices, rank ``r`` has device ``r % devices`` as its current one, of all that there are by default. A
+    function that a rank runs must be importable by name. The processes start side by side, and are reused by every
+    :meth:`run` until one fails to answer.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", group_timeout: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, *, backend: str = "gloo", devices: int | None = None, group_timeout: float = 60.0
+    ) -> None:
         self.world_size = world_size
         # The store is here, so that it outlives any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -40,7 +42,7 @@ class ProcessGroup:
         self._processes, self._connections = [], []
         for rank in range(world_size):
             here, there = context.Pipe()
-            arguments = (rank, world_size, backend, self._store.port, group_timeout, there)
+            arguments = (rank, world_size, backend, devices, self._store.port, group_timeout, there)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             there.close()  # so that the end of the process is the end of the connection
@@ -121,12 +123,19 @@ class ProcessGroup:
         return answers
 
 
-def _work(rank: int, world_size: int, backend: str, port: int, group_timeout: float, connection: Connection) -> None:
+def _work(
+    rank: int,
+    world_size: int,
+    backend: str,
+    devices: int | None,
+    port: int,
+    group_timeout: float,
+    connection: Connection,
+) -> None:
     """What each process does: join the group, and run what it is told until the connection ends."""
     torch.set_num_threads(1)
-    device_count = torch.cuda.device_count()
-    if device_count:
-        torch.cuda.set_device(rank % device_count)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % (devices or torch.cuda.device_count()))
     limit = timedelta(seconds=group_timeout)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receive storage with one rank a process: the checks of the CPU's tests on a GPU for each rank, over nccl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import comm_checks as checks
+import pytest
+import torch
+from comm_checks import Place
+from process_group import ProcessGroup
+from simulated_group import SMALL
+
+from flashinfer_msa.layout import LAYOUTS, WORLD_SIZES
+
+pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
+PLACES = [Place("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
+every_place = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.backend}-{place.memory}")
+AUTO = Place("cuda", "cake")
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES)
+def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
+    """A group of each size that there are GPUs for."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} CUDA devices")
+    with ProcessGroup(request.param, backend="nccl") as made:
+        yield made
+
+
+@needs_gpus
+@every_place
+@both_forms
+@pytest.mark.parametrize("page_size", (128, 256))
+def test_decode_between_gpus(group: ProcessGroup, page_size: int, tagged: bool, place: Place) -> None:
+    group.run(checks.decode, f"p{page_size}_tp{group.world_size}", tagged, place)
+
+
+@needs_gpus
+@pytest.mark.parametrize("page_size", (128, 256))
+def test_prefill_between_gpus(group: ProcessGroup, page_size: int) -> None:
+    group.run(checks.prefill, f"p{page_size}_tp{group.world_size}", AUTO)
+
+
+@needs_gpus
+@pytest.mark.parametrize("check", (checks.exchanging, checks.captured_exchange), ids=("eager", "captured"))
+def test_carriers_are_exchanged_as_simulated(group: ProcessGroup, check: object) -> None:
+    group.run(check, AUTO)
+
+
+@needs_gpus
+def test_a_late_rank_is_waited_for(group: ProcessGroup) -> None:
+    group.run(checks.late_rank, AUTO)
+
+
+@needs_gpus
+@pytest.mark.parametrize(
+    "check",
+    (checks.disagreement, checks.one_rank_fails, checks.wrong_group, checks.closing, checks.two_groups),
+    ids=lambda check: check.__name__,
+)
+def test_ranks_agree_close_and_share_processes(group: ProcessGroup, check: object) -> None:
+    group.run(check, AUTO)
+
+
+@both_forms
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.endswith("tp2")])
+def test_two_ranks_on_one_gpu(one_gpu: ProcessGroup, layout: str, tagged: bool) -> None:
+    """Processes that take turns on a GPU: a merge spins while the peer's publisher waits for its turn."""
+    one_gpu.run(checks.decode, layout, tagged, Place("cuda", "cake", "ipc"))
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[ProcessGroup]:
+    """Two processes whose current device is the same."""
+    with ProcessGroup(2, devices=1) as made:
+        yield made
