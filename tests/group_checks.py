@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode and prefill over many inputs by ranks in processes: functions that ``process_group`` runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comm_checks import FORCED, Place
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.comm import exchange_carriers
+from flashinfer_msa.indexer import MSAIcpIndexerPlan
+from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, TOP_K
+from flashinfer_msa.simulate import (
+    NEAR_TIE,
+    TENSOR_CORE_ERROR,
+    Comparison,
+    DecodeProblem,
+    Expected,
+    PrefillProblem,
+    Problem,
+    brute_force_top16,
+    compare,
+    random_e4m3,
+)
+from flashinfer_msa.sizing import MAX_WINDOW_TOKENS
+
+Results = dict[tuple[Any, ...], Comparison]
+"""What became of each case."""
+
+QUERY_LENS = range(1, 9)
+BATCHES: dict[str, dict[str, Any]] = {
+    "ragged": {"seq_lens": (5000, 0, 129, 1, 20001)},
+    "padded": {"seq_lens": (777, 3000, 0, 0, 0), "block_table_extra_columns": 3},
+    "strided": {"seq_lens": (256, 255, 9000), "page_pitch_extra": 48, "block_table_extra_columns": 1},
+}
+CHAINS = ("separate", "fused")
+DECODE_CASES = list(itertools.product(QUERY_LENS, BATCHES, (False, True), CHAINS))
+"""Query length, batch, whether rows are tagged, chain."""
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "short": {"query_lens": (70, 0, 30), "kv_lens": (300, 40, 1900)},
+    "keys beyond and short of the tokens": {
+        "query_lens": (100, 100, 40),
+        "kv_lens": (150, 5000, 700),
+        "positions": (300, 300, 0),
+    },
+    "long": {"query_lens": (900, 1), "kv_lens": (18000, 2000)},
+}
+WAYS = ("eager", "prepared", "layer graphs", "graph", "graph of prepared")
+"""How a step is launched; the last two on a GPU alone."""
+PREFILL_CASES = list(itertools.product(WINDOWS, CHAINS, WAYS[:4]))
+"""Window, chain and way."""
+_LONGEST = 20001
+_LAYERS, _STEPS = 9, 7
+
+
+def ways_on(device: str) -> tuple[str, ...]:
+    """The ways that there are on a type of device."""
+    return WAYS if device == "cuda" else WAYS[:3]
+
+
+def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Results:
+    """Every decode case of a layout, each once in every slot set, with and without programmatic dependent launch."""
+    plan = place.plan(
+        rank, LAYOUTS[layout], max_decode_tokens=43, max_decode_query_len=8, max_model_len=_LONGEST, max_num_seqs=5
+    )
+    results: Results = {}
+    uses = itertools.count()
+    with place.comm(plan) as comm:
+        dist.barrier()
+        for query_len, (name, batch) in itertools.product(query_lens, BATCHES.items()):
+            problem = DecodeProblem.random(
+                plan.layout, **batch, decode_query_len=query_len, device=plan.device, seed=query_len
+            )
+            keys, expected = problem.shard(rank), _owned(plan, problem)
+            for tagged, chain in itertools.product((False, True), CHAINS):
+                counts = Comparison()
+                for slot in range(NUM_SLOT_SETS):
+                    scores, output = _planes(plan, len(problem.index_q), strided=name == "strided")
+                    plan.decode(
+                        problem.index_q,
+                        keys,
+                        problem.block_table,
+                        problem.seq_lens,
+                        problem.num_valid_pages,
+                        scores,
+                        output,
+                        comm=comm,
+                        slot=slot,
+                        tagged=tagged,
+                        decode_query_len=query_len,
+                        enable_pdl=bool(next(uses) % 2),
+                        pool=_decode_pool(plan) if chain == "fused" else None,
+                    )
+                    counts = counts.plus(compare(output, expected))
+                results[query_len, name, tagged, chain] = counts
+        assert int(comm.errors) == 0
+    return results
+
+
+def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: Place) -> Results:
+    """Steps of several layers, launched in each way, over queries that no row of an earlier use fits to."""
+    plan = place.plan(
+        rank, LAYOUTS[layout], max_decode_tokens=9, max_model_len=_LONGEST, num_sparse_layers=_LAYERS, max_num_seqs=4
+    )
+    problem = DecodeProblem.random(
+        plan.layout, seq_lens=(5000, 300, 0, 2000), decode_query_len=2, device=plan.device, seed=3
+    )
+    problems, keys = _with_other_queries(problem, 4), problem.shard(rank)
+    expected = [_owned(plan, each) for each in problems]
+    tokens = len(problem.index_q)
+    queries = [torch.empty_like(problem.index_q) for _ in range(_LAYERS)]
+    scores, _ = _planes(plan, tokens)
+    outputs = [_planes(plan, tokens)[1] for _ in range(_LAYERS)]
+    inputs = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
+    results: Results = {}
+    with place.comm(plan) as comm:
+        form = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
+        steps = [plan.prepare_decode_step(*inputs, output, **form) for output in outputs]
+        shared_output = _planes(plan, tokens)[1]
+        shared_step = plan.prepare_decode_step(*inputs, shared_output, **form)
+        graphs = plan.layer_graphs()
+
+        def eager() -> None:
+            for layer, (query, output) in enumerate(zip(queries, outputs, strict=True)):
+                plan.decode(query, keys, *inputs, output, slot=layer % NUM_SLOT_SETS, **form)
+
+        def prepared() -> None:
+            for layer, (step, query) in enumerate(zip(steps, queries, strict=True)):
+                step.run(query, keys, slot=layer % NUM_SLOT_SETS)
+
+        def layer_graphs() -> None:
+            begun = graphs.begin_step(decode=shared_step, decode_tokens=tokens)
+            for layer, (query, output) in enumerate(zip(queries, outputs, strict=True)):
+                begun.run(layer, query, keys, slot=layer % NUM_SLOT_SETS)
+                output.copy_(shared_output)
+
+        runs = {"eager": eager, "prepared": prepared, "layer graphs": layer_graphs}
+        dist.barrier()
+        for way in ways_on(plan.device.type):
+            run = runs[way] if way in runs else _captured(prepared if "prepared" in way else eager, queries, problems)
+            counts = Comparison()
+            for step in range(_STEPS):
+                for layer, query in enumerate(queries):
+                    query.copy_(problems[(layer + step) % 4].index_q)
+                    outputs[layer].fill_(-777)
+                run()
+                for layer, output in enumerate(outputs):
+                    counts = counts.plus(compare(output, expected[(layer + step) % 4]))
+            results[(way,)] = counts
+        if plan.device.type == "cuda":
+            assert graphs.stats["replayed_layers"] == _LAYERS * (_STEPS - 2), graphs.stats
+        assert int(comm.errors) == 0
+        # No graph outlives the storage that it stores into.
+        graphs.clear()
+    return results
+
+
+def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, place: Place) -> Results:
+    """Every prefill case of some of ``WINDOWS``, cut at ``tokens``: launched in each way, over queries that change."""
+    # So many tokens a step that it may have four windows.
+    plan = place.plan(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
+    scratch = torch.empty(plan.prefill_scratch_shape(), device=plan.device)
+    pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device=plan.device)
+    results: Results = {}
+    for name in names:
+        window = WINDOWS[name]
+        problem = PrefillProblem.random(plan.layout, **window, device=plan.device, seed=4, page_pitch_extra=48)
+        for chain in CHAINS:
+            storage = (None, pool) if chain == "fused" else (scratch, None)
+            found = _prefill_ways(plan, problem, tokens, *storage)
+            results.update({(name, chain, way): counts for way, counts in found})
+    return results
+
+
+def _prefill_ways(
+    plan: MSAIcpIndexerPlan,
+    problem: PrefillProblem,
+    tokens: int,
+    scratch: torch.Tensor | None,
+    pool: torch.Tensor | None,
+) -> Iterator[tuple[str, Comparison]]:
+    problems, keys = _with_other_queries(problem, 2), problem.shard(plan.rank)
+    near_tie = TENSOR_CORE_ERROR * 2 if plan.backend == "cake" else NEAR_TIE
+    expected = [_owned(plan, each) for each in problems]
+    for each in expected:
+        each.ids[problem.num_valid_pages == 0, :, 0] = 0  # which is so in prefill alone
+    query, total = problem.index_q.clone(), len(problem.index_q)
+    ints = {"dtype": torch.int32, "device": plan.device}
+    send = torch.full((NUM_HEADS, total, ROW_WORDS), -777, **ints)
+    received = torch.full((plan.world_size, plan.heads_per_rank, total, ROW_WORDS), -777, **ints)
+    output = _planes(plan, total)[1]
+    windows, start = [], 0
+    for number, cut in enumerate(problem.windows(tokens)):
+        window_plan = plan.prefill_window_plan(number, *cut.segments, **cut.bounds)
+        windows.append((start, start + len(cut.index_q), cut.block_table, window_plan))
+        start += len(cut.index_q)
+    step = plan.prepare_prefill_step(windows, scratch, problem.num_valid_pages, send, received, output, pool=pool)
+    graphs = plan.layer_graphs()
+
+    def eager() -> None:
+        for begin, end, table, window_plan in windows:
+            rows = (query[begin:end], keys, table, window_plan, scratch)
+            plan.prefill_local(*rows, problem.num_valid_pages[begin:end], send[:, begin:end], pool=pool)
+        exchange_carriers(send, received)
+        plan.prefill_merge(received, problem.num_valid_pages, output)
+
+    def prepared() -> None:
+        step.local(query, keys)
+        exchange_carriers(send, received)
+        step.merge()
+
+    def layer_graphs() -> None:
+        graphs.begin_step(prefill=step, exchange=lambda: exchange_carriers(send, received)).run(0, query, keys)
+
+    runs = {"eager": eager, "prepared": prepared, "layer graphs": layer_graphs}
+    for way in ways_on(plan.device.type)[:4]:
+        run = runs[way] if way in runs else _captured(prepared)
+        counts = Comparison()
+        for again in range(4):
+            query.copy_(problems[again % 2].index_q)
+            for tensor in (send, received, output):
+                tensor.fill_(-777)
+            run()
+            counts = counts.plus(compare(output, expected[again % 2], near_tie=near_tie))
+        yield way, counts
+    if plan.device.type == "cuda":
+        assert graphs.stats["replayed_layers"] == 2, graphs.stats
+    graphs.clear()
+
+
+def _captured(
+    run: Callable[[], None], queries: list[torch.Tensor] | None = None, problems: list[Problem] | None = None
+) -> Callable[[], None]:
+    """The replay of a graph of ``run``, which has run once, of ``problems``' queries."""
+    for layer, query in enumerate(queries or []):
+        query.copy_(problems[layer % len(problems)].index_q)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The process group's own threads query events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def _owned(plan: MSAIcpIndexerPlan, problem: Problem) -> Expected:
+    """The brute force's answer for the heads that a rank owns."""
+    heads = slice(plan.rank * plan.heads_per_rank, (plan.rank + 1) * plan.heads_per_rank)
+    return Expected(*(part[:, heads] for part in brute_force_top16(problem, **FORCED)))
+
+
+def _with_other_queries(problem: Any, count: int) -> list[Any]:
+    """The same cache and lengths with random queries, the same on every rank."""
+    generator = torch.Generator(problem.index_q.device).manual_seed(9)
+    return [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(count)]
+
+
+def _planes(plan: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and output, poisoned; ``strided`` ones are views of larger tensors, not aligned."""
+    columns, heads, more = plan.decode_score_columns, plan.heads_per_rank, int(strided)
+    scores = torch.full((tokens, NUM_HEADS + more, columns + 3 * more), -12345.5, device=plan.device)
+    output = torch.full((tokens, heads + more, TOP_K + 3 * more), -777, dtype=torch.int32, device=plan.device)
+    return scores[:, :NUM_HEADS, more : columns + more], output[:, :heads, :TOP_K]
+
+
+def _decode_pool(plan: MSAIcpIndexerPlan) -> torch.Tensor:
+    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=plan.max_decode_tokens)
+    return torch.full((size,), 255, dtype=torch.uint8, device=plan.device)
