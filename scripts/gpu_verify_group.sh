@@ -38,7 +38,7 @@ step() {
 launch=("$python" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$ranks")
 test_with=("$python" -m pytest -m gpu -q -p no:cacheprovider --durations 8)
 
-group_tests=(tests/gpu/test_comm.py tests/gpu/test_group.py
+group_tests=(tests/gpu/test_comm_processes.py tests/gpu/test_group.py
   tests/gpu/test_protocol.py::test_ranks_on_two_gpus_store_into_each_other
   tests/gpu/test_protocol.py::test_tensors_of_two_gpus_are_refused)
 rm -f "$out"/{group,faults,example_tests}.xml "$out"/{soak,group_bench}.json  # of an earlier run

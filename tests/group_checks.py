@@ -82,7 +82,7 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
             for tagged, chain in itertools.product((False, True), CHAINS):
                 counts = Comparison()
                 for slot in range(NUM_SLOT_SETS):
-                    scores, output = _planes(plan, len(problem.index_q), strided=name == "strided")
+                    scores, output = planes(plan, len(problem.index_q), strided=name == "strided")
                     plan.decode(
                         problem.index_q,
                         keys,
@@ -96,7 +96,7 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
                         tagged=tagged,
                         decode_query_len=query_len,
                         enable_pdl=bool(next(uses) % 2),
-                        pool=_decode_pool(plan) if chain == "fused" else None,
+                        pool=decode_pool(plan) if chain == "fused" else None,
                     )
                     counts = counts.plus(compare(output, expected))
                 results[query_len, name, tagged, chain] = counts
@@ -116,14 +116,14 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
     expected = [_owned(plan, each) for each in problems]
     tokens = len(problem.index_q)
     queries = [torch.empty_like(problem.index_q) for _ in range(_LAYERS)]
-    scores, _ = _planes(plan, tokens)
-    outputs = [_planes(plan, tokens)[1] for _ in range(_LAYERS)]
+    scores, _ = planes(plan, tokens)
+    outputs = [planes(plan, tokens)[1] for _ in range(_LAYERS)]
     inputs = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
     results: Results = {}
     with place.comm(plan) as comm:
         form = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
         steps = [plan.prepare_decode_step(*inputs, output, **form) for output in outputs]
-        shared_output = _planes(plan, tokens)[1]
+        shared_output = planes(plan, tokens)[1]
         shared_step = plan.prepare_decode_step(*inputs, shared_output, **form)
         graphs = plan.layer_graphs()
 
@@ -195,7 +195,7 @@ def _prefill_ways(
     ints = {"dtype": torch.int32, "device": plan.device}
     send = torch.full((NUM_HEADS, total, ROW_WORDS), -777, **ints)
     received = torch.full((plan.world_size, plan.heads_per_rank, total, ROW_WORDS), -777, **ints)
-    output = _planes(plan, total)[1]
+    output = planes(plan, total)[1]
     windows, start = [], 0
     for number, cut in enumerate(problem.windows(tokens)):
         window_plan = plan.prefill_window_plan(number, *cut.segments, **cut.bounds)
@@ -262,7 +262,7 @@ def _with_other_queries(problem: Any, count: int) -> list[Any]:
     return [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(count)]
 
 
-def _planes(plan: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def planes(plan: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and output, poisoned; ``strided`` ones are views of larger tensors, not aligned."""
     columns, heads, more = plan.decode_score_columns, plan.heads_per_rank, int(strided)
     scores = torch.full((tokens, NUM_HEADS + more, columns + 3 * more), -12345.5, device=plan.device)
@@ -270,6 +270,7 @@ def _planes(plan: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> t
     return scores[:, :NUM_HEADS, more : columns + more], output[:, :heads, :TOP_K]
 
 
-def _decode_pool(plan: MSAIcpIndexerPlan) -> torch.Tensor:
+def decode_pool(plan: MSAIcpIndexerPlan) -> torch.Tensor:
+    """A pool for the fused chain, of a larger key in every place than any candidate has."""
     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=plan.max_decode_tokens)
     return torch.full((size,), 255, dtype=torch.uint8, device=plan.device)
