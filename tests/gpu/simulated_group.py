@@ -51,12 +51,11 @@ class Group:
             local_blocks=local_blocks,
             max_decode_tokens=tokens,
             max_decode_query_len=8,
-            max_num_batched_tokens=8192,
             max_num_seqs=64,
             max_model_len=max_model_len,
             num_sparse_layers=4,
             backend=backend,
-            **limits,
+            **{"max_num_batched_tokens": 8192, **limits},
         )
         return cls(layout, plans, local_comm(plans))
 

@@ -148,19 +148,19 @@ def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_prope
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     pools = [poisoned_pool(tokens) for _ in shards]
     outputs = group.outputs(tokens)
-    form: dict[str, Any] = {"slot": 0, "tagged": True}
 
-    def step() -> None:
+    def step(slot: int) -> None:
+        form: dict[str, Any] = {"slot": slot, "tagged": True}
         for rank, (shard, pool) in enumerate(zip(shards, pools, strict=True)):
             group.publish(rank, problem, shard, None, pool=pool, **form)
         for rank, output in enumerate(outputs):
             group.merge(rank, problem, output, **form)
 
-    step()
+    step(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        step(1)
     for output in outputs:
         output.fill_(-777)
     graph.replay()
