@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that lose a peer: functions that ``process_group`` runs. A fault ends the CUDA context, and so the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comm_checks import Place, Rank, decode_layers
+
+import flashinfer_msa
+from flashinfer_msa.layout import LAYOUTS, NUM_SLOT_SETS
+
+LAYERS = 6
+"""Layers before the peer goes; the next has slot set 0."""
+LAYOUT = "p128_tp2"
+_GOES_AFTER = 0.3
+"""Seconds for which the peer still lives while it is waited for."""
+_sides: list[Rank] = []
+
+
+def start(rank: int, tagged: bool, limit: dict[str, Any], place: Place) -> None:
+    """Decode some layers with the peer, so that everything is loaded, mapped and in step."""
+    plan = place.plan(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
+    side = Rank(plan, place.comm(plan))
+    dist.barrier()
+    decode_layers([side], tagged, layers=LAYERS)
+    _sides[:] = [side]
+    dist.barrier()
+
+
+def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
+    """Rank 1 is killed in the middle of a layer; rank 0 waits, and writes what it was told to ``results``.
+
+    A ``"merge"`` waits for rows that rank 1 has not published; a legacy ``"publish"`` for rows that rank 1 has not
+    released, with which rank 1 published a layer and died before its merge. Neither process comes back.
+    """
+    (side,) = _sides
+    slot = LAYERS % NUM_SLOT_SETS
+    if rank == 1:
+        if wait == "publish":
+            side.publish(LAYERS, slot, tagged)
+            _synchronize(side)
+        time.sleep(_GOES_AFTER)
+        os.kill(os.getpid(), signal.SIGKILL)
+    output, valid = side._output(LAYERS), side.problems[LAYERS % len(side.problems)].num_valid_pages
+    if wait == "publish":
+        side.check(LAYERS, side.decode(LAYERS, slot, tagged))
+    found: dict[str, Any] = {}
+    begin = time.monotonic()
+    try:
+        if wait == "publish":
+            side.publish(LAYERS, slot, tagged)
+        else:
+            side.decode(LAYERS, slot, tagged)
+        _synchronize(side)
+    except RuntimeError as error:
+        found["error"] = str(error)
+    found["seconds"] = time.monotonic() - begin
+    fault = flashinfer_msa.last_fault()
+    found["fault"] = None if fault is None else {**asdict(fault), "words": str(fault)}
+    try:
+        side.plan.decode_merge(valid, output, comm=side.comm, slot=slot, tagged=tagged)
+    except RuntimeError as error:
+        found["next call"] = str(error)
+    results.write_text(json.dumps(found))
+    os._exit(0)
+
+
+def come_late(rank: int, tagged: bool, seconds: float) -> None:
+    """Rank 1 comes to a layer so many seconds late, which is no fault."""
+    (side,) = _sides
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(seconds)
+    for layer in range(LAYERS, LAYERS + NUM_SLOT_SETS):
+        side.check(layer, side.decode(layer, layer % NUM_SLOT_SETS, tagged))
+    assert time.monotonic() - begin > 0.9 * seconds
+    assert int(side.comm.errors) == 0 and flashinfer_msa.last_fault() is None
+    side.comm.close()
+
+
+def _synchronize(side: Rank) -> None:
+    if side.plan.device.type == "cuda":
+        torch.cuda.synchronize()
