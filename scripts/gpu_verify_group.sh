@@ -30,7 +30,8 @@ step() {
   shift 2
   ((seconds < left)) || seconds=$((left > 1 ? left : 1))
   echo "== $name"
-  timeout --kill-after 10 "$seconds" "$@" > "$out/$name.log" 2>&1 || status=$?
+  # Interrupted, pytest still writes what it has.
+  timeout --signal INT --kill-after 10 "$seconds" "$@" > "$out/$name.log" 2>&1 || status=$?
   ((status == 0)) || failed+=("$name")
   tail -n 12 "$out/$name.log"
   echo "exit status $status" >> "$out/$name.log"
@@ -38,15 +39,18 @@ step() {
 launch=("$python" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$ranks")
 test_with=("$python" -m pytest -m gpu -q -p no:cacheprovider --durations 8)
 
-group_tests=(tests/gpu/test_comm_processes.py tests/gpu/test_group.py
+comm_tests=(tests/gpu/test_comm_processes.py
   tests/gpu/test_protocol.py::test_ranks_on_two_gpus_store_into_each_other
   tests/gpu/test_protocol.py::test_tensors_of_two_gpus_are_refused)
-rm -f "$out"/{group,faults,example_tests}.xml "$out"/{soak,group_bench}.json  # of an earlier run
+reports=(group faults comm example_tests)
+for report in "${reports[@]}"; do rm -f "$out/$report.xml"; done  # of an earlier run
+rm -f "$out/soak.json" "$out/group_bench.json"
 
-step group 180 "${test_with[@]}" "${group_tests[@]}" --junit-xml "$out/group.xml"
-step faults 150 "${test_with[@]}" tests/gpu/test_faults.py --junit-xml "$out/faults.xml"
-step soak 180 "${launch[@]}" scripts/soak.py --layer-steps "${LAYER_STEPS:-1000000}" --json "$out/soak.json"
+step group 160 "${test_with[@]}" tests/gpu/test_group.py --junit-xml "$out/group.xml"
+step soak 150 "${launch[@]}" scripts/soak.py --layer-steps "${LAYER_STEPS:-1000000}" --json "$out/soak.json"
 step group_bench "${BENCH_SECONDS:-150}" "${launch[@]}" scripts/gpu_bench.py --group "$out/group_bench.json"
+step faults 200 "${test_with[@]}" tests/gpu/test_faults.py --junit-xml "$out/faults.xml"
+step comm 120 "${test_with[@]}" "${comm_tests[@]}" --junit-xml "$out/comm.xml"
 arguments=()
 for example in tp_decode tp_serving_step; do
   step "$example" 90 "${launch[@]}" "scripts/examples/$example.py"
@@ -55,7 +59,7 @@ done
 
 step example_tests 120 "${test_with[@]}" tests/gpu/test_tp_examples.py --junit-xml "$out/example_tests.xml"
 
-for report in group faults example_tests; do
+for report in "${reports[@]}"; do
   arguments+=(--junit "$out/$report.xml")
 done
 "$python" scripts/gpu_record.py --write "$section" --soak "$out/soak.json" --bench "$out/group_bench.json" \

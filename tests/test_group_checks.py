@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import fault_checks
 import group_checks
 import pytest
 from comm_checks import Place
@@ -41,3 +44,21 @@ def test_steps(processes: ProcessGroup) -> None:
 def test_prefill(processes: ProcessGroup) -> None:
     found = processes.run(group_checks.prefill_matrix, "p128_tp2", ["short"], 64, PLACE, timeout=200)
     require_all_equal(found, 2 * len(group_checks.ways_on("cpu")))
+
+
+@pytest.mark.parametrize(("tagged", "wait"), [(True, "merge"), (False, "publish")], ids=["merge", "publish"])
+def test_a_rank_that_is_gone(tagged: bool, wait: str, tmp_path: Path) -> None:
+    """On the CPU the call itself raises, and there is no fault record."""
+    results = tmp_path / "results.json"
+    with ProcessGroup(2) as processes:
+        processes.run(fault_checks.start, tagged, {"wait_seconds": 0.5}, PLACE)
+        processes.run(fault_checks.lose_the_peer, tagged, wait, results, dies=(0, 1))
+    found = json.loads(results.read_text())
+    action = "publish" if wait == "merge" else "merge and release"
+    assert f"for rank 1 to {action} the" in found["error"] and "of slot set 0" in found["error"]
+    assert 0.5 <= found["seconds"] < 5 and "Restart the ranks" in found["next call"] and found["fault"] is None
+
+
+def test_a_late_rank(processes: ProcessGroup) -> None:
+    processes.run(fault_checks.start, True, {}, PLACE)
+    processes.run(fault_checks.come_late, True, 0.5)
