@@ -292,7 +292,7 @@ def _decode(
     form: dict[str, Any] = {"comm": storage, "slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
     half = {"decode_query_len": decode_query_len, "pool": pool}
     keys = (index_q, index_k, block_table, seq_lens)
-    plan._comm_state(storage).last_slot[0] = _UNKNOWN
+    plan._comm_state(storage).note(None)  # replays of compiled code are not seen here
     try:
         if not publishes:
             plan.decode_merge(num_valid_pages, output, **form)
@@ -301,7 +301,7 @@ def _decode(
         else:
             plan.decode_publish(*keys, num_valid_pages, scores, **half, **form)
     finally:
-        plan._comm_state(storage).last_slot[0] = _UNKNOWN
+        plan._comm_state(storage).note(None)
 
 
 def decode(

@@ -29,7 +29,7 @@ from .sizing import (
     require_page_size,
     require_world_size,
 )
-from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
+from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, refuse_tracing
 
 _SPIN_LIMIT = 1 << 26
 _SCRATCH_BUDGET_BYTES = 256 << 20
@@ -154,7 +154,7 @@ accumulation
         self._checked_comm = _NO_COMM
         self._known = custom_ops.Known(self)
         # By a comm's counters: the slot set that its last tagged rows used.
-        self._last_slots: MutableMapping[torch.Tensor, list[int]] = WeakTensorKeyDictionary()
+        self._last_slots: MutableMapping[torch.Tensor, list[tuple[int | None, bool]]] = WeakTensorKeyDictionary()
 
     def __repr__(self) -> str:
         return (
@@ -267,8 +267,8 @@ accumulation
             ],
             dtype=torch.int64,
         )
-        last_slot = self._last_slots.setdefault(comm.publish_generations, [-1])
-        self._checked_comm = _CommState(fields, words, last_slot)
+        last = self._last_slots.setdefault(comm.publish_generations, [(None, False)])
+        self._checked_comm = _CommState(fields, words, last, self.device.type == "cuda")
         self._known.add(comm)
         return self._checked_comm
 
@@ -301,7 +301,7 @@ accumulation
         if tagged is False:
             return
         if tagged is True and self.num_sparse_layers >= 2:
-            if isinstance(slot, int) and slot == state.last_slot[0]:
+            if isinstance(slot, int) and state.follows_itself(slot):
                 raise ValueError(
                     f"slot must be another one than that of the layer before with tagged rows, was {slot} twice: let "
                     "it be a counter over all layers of all steps, modulo 3"
@@ -607,6 +607,7 @@ accumulation
         ValueError
             If an argument is not as described.
         """
+        refuse_tracing()
         return MSAIcpDecodeStep(
             self,
             DecodeChain(
@@ -666,6 +667,7 @@ accumulation
         ValueError
             If an argument is not as described.
         """
+        refuse_tracing()
         return MSAIcpPrefillStep(self, windows, score_scratch, num_valid_pages, send, received, output, pool, debug)
 
     def layer_graphs(self, *, capture_after: int = 1, max_keys: int = 4) -> MSAIcpLayerGraphs:
@@ -678,6 +680,7 @@ accumulation
         max_keys : int
             Step keys that keep graphs, at least 1; the least recently used goes first.
         """
+        refuse_tracing()
         return MSAIcpLayerGraphs(self, capture_after=capture_after, max_keys=max_keys)
 
     def _local_call(
@@ -716,20 +719,29 @@ accumulation
 
 class _CommState(NamedTuple):
     """The fields of a checked comm, what every launch of the decode chain takes from them and the plan, and a cell
-    with the slot set that its last tagged rows used.
+    with the slot set that its last tagged rows used, and whether a graph was captured then.
     """
 
     fields: tuple[Any, ...]
     words: torch.Tensor
-    last_slot: list[int]
+    last: list[tuple[int | None, bool]]
+    on_gpu: bool
 
-    def note(self, slot: int, tagged: bool) -> None:
-        """Remember the slot set of a layer that has been launched."""
+    def follows_itself(self, slot: int) -> bool:
+        """Whether the slot set is that of the layer before. What replays of a captured layer have used is not known."""
+        last, captured = self.last[0]
+        return slot == last and (not captured or self._is_capturing())
+
+    def note(self, slot: int | None, tagged: bool = True) -> None:
+        """Remember the slot set of a layer that has been launched, or with None that it is not known."""
         if tagged:
-            self.last_slot[0] = slot
+            self.last[0] = (slot, self._is_capturing())
+
+    def _is_capturing(self) -> bool:
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
 
-_NO_COMM = _CommState((object(),) * 7, torch.zeros(0, dtype=torch.int64), [-1])
+_NO_COMM = _CommState((object(),) * 7, torch.zeros(0, dtype=torch.int64), [(None, False)], on_gpu=False)
 
 
 def _nanoseconds(wait_seconds: Any) -> int:

@@ -89,6 +89,7 @@ class MSAIcpDecodeStep:
 
     def merge(self, *, slot: int) -> None:
         """The second half of :meth:`run`: merge the rows of this rank's heads."""
+        refuse_tracing()
         require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
         self._require_comm()
         if self._debug:
@@ -125,6 +126,7 @@ class MSAIcpDecodeStep:
 
     def _ready(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> Chain:
         """The chain of a slot set, checked for tensors like these."""
+        refuse_tracing()
         if slot.__class__ is not int or not 0 <= slot < NUM_SLOT_SETS:
             require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
         self._require_comm()
@@ -233,6 +235,7 @@ class MSAIcpPrefillStep:
             If a launch fails, the kernels are not resident while a graph is captured, or with ``debug`` a launch would
             differ from the full path's.
         """
+        refuse_tracing()
         if not self._bound:
             self.record(index_q, index_k)
         if self._debug:
@@ -244,6 +247,7 @@ class MSAIcpPrefillStep:
 
     def merge(self) -> None:
         """Merge what the ranks sent for the heads that this rank owns."""
+        refuse_tracing()
         if self._debug:
             _require_equal(self._forms, self._forms_now())
         self._merge.run(None, None, 0, 1)
@@ -253,6 +257,14 @@ class MSAIcpPrefillStep:
         for chain in self._locals:
             chain.record(index_q, index_k)
         self._bound = True
+
+
+def refuse_tracing() -> None:
+    """Break the graph where ``torch.compile`` traces what only eager code can do, or with ``fullgraph`` end it."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="prepared steps and layer graphs are for eager code: call the indexer's methods in compiled code"
+        )
 
 
 def _stand_ins(plan: MSAIcpIndexerPlan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -461,3 +461,33 @@ def test_the_key_tells_prefill_buffers_apart() -> None:
     other = {**arguments, "output": arguments["output"].clone()}
     keys = [ranks.plans[0].prepare_prefill_step(**changed).key for changed in (shorter, other)]
     assert len({hash(key) for key in (first.key, *keys)}) == 3
+
+
+def test_steps_are_not_for_compiled_code() -> None:
+    """With ``fullgraph``, dynamo says why; without, the step runs outside the graph."""
+    ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=False)
+    query = ranks.problem.index_q
+
+    def model() -> None:
+        ranks.layer(query, 0)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="prepared steps and layer graphs are for eager code"):
+        torch.compile(model, fullgraph=True, backend="eager")()
+    torch.compile(model, backend="eager")()
+    ranks.require_right(query)
+
+
+def test_replays_of_a_captured_layer_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured its layers follow one another; afterwards the slot set of a replay is the caller's."""
+    ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True)
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    state = ranks.plans[0]._comm_state(ranks.comms[0])._replace(on_gpu=True)
+    state.note(1)
+    assert state.follows_itself(1) and not state.follows_itself(2)
+    capturing = False
+    assert not state.follows_itself(1)
+    state.note(1)
+    assert state.follows_itself(1)
+    state.note(None)
+    assert not state.follows_itself(1)
