@@ -50,6 +50,8 @@ def main(output: Path, group: bool, peers: str) -> None:
                 click.echo(json.dumps(row))
         if is_first:
             write_rows(output, rows)
+    if ranks is not None:
+        ranks.leave()
 
 
 if __name__ == "__main__":

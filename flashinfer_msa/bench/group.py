@@ -73,6 +73,10 @@ class Ranks:
         dist.init_process_group("nccl", device_id=device)
         return cls(dist.get_rank(), world_size, dist.new_group(backend="gloo"))
 
+    def leave(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier(self.host)
