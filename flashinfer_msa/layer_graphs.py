@@ -39,8 +39,9 @@ class MSAIcpLayerGraphs:
     A key that keeps graphs keeps its prepared steps, the K shards and the exchange too, so that no other tensor comes
     to lie at an address that a graph reads. :meth:`clear` frees them, as before the index-K cache is given back.
 
-    All steps run on one stream at a time, from one thread. Every rank of a group replays or captures by itself: what a
-    layer enqueues is the same either way.
+    A prepared step with ``debug`` is compared where a layer runs eagerly or is captured, not at a replay. All steps run
+    on one stream at a time, from one thread. Every rank of a group replays or captures by itself: what a layer enqueues
+    is the same either way.
 
     Attributes
     ----------
@@ -241,12 +242,11 @@ class MSAIcpGraphStep:
             has no graph, and the next step of its key captures it again.
         """
         graph = self._find(layer, slot, index_k) if self._layers else None
-        if graph is None or not self._is_query(index_q) or torch.cuda.is_current_stream_capturing():
+        is_query = index_q is self._staging or self._is_query(index_q)
+        if graph is None or not is_query or torch.cuda.is_current_stream_capturing():
             self._run_without_graph(layer, index_q, index_k, slot)
             return
-        if self._decode is not None:
-            self._decode.note_slot(slot)
-        self._replay(graph, index_q)
+        self._run_graph(graph, index_q, slot)
         self._stats["replayed_layers"] += 1
 
     def _find(self, layer: Any, slot: Any, index_k: Any) -> _LayerGraph | None:
@@ -314,25 +314,29 @@ class MSAIcpGraphStep:
         graphs = self._owner._find(self._key) or _KeyGraphs({}, self.query)
         self._adopt(graphs)
         staging, decode_tokens = graphs.staging, 0
-        # What is wrong with the keys is found before a capture begins.
+        # What is wrong with the keys or the slot is found before a capture begins.
+        last_slot: list[Any] = []
         if self._decode is not None:
             decode_tokens = self._decode.tokens
             self._decode.record(staging[:decode_tokens], index_k, slot=slot)
+            last_slot = self._decode._state.last
+        before = list(last_slot)
         if self._prefill is not None:
             self._prefill.record(staging[decode_tokens:], index_k)
         # A pool of a graph that lives can be shared; one whose graphs are all gone cannot be used again.
         pool = next((graph.pool for graph in graphs.layers.values()), None) or _new_pool()
-        last_slot = [-1] if self._decode is None else self._decode._state.last_slot
-        (before,) = last_slot
+        launch = functools.partial(self._launch, staging, index_k, slot)
         try:
-            replay = _capture(functools.partial(self._launch, staging, index_k, slot), self._device, pool)
-        except BaseException:
-            last_slot[0] = before  # nothing has run
-            raise
+            if self._decode is not None:
+                self._decode.note_slot(slot)
+                self._decode._state.note(None)
+            replay = _capture(launch, self._device, pool)
+        finally:
+            last_slot[:] = before  # a capture uses no slot set: the run below does
         held = (index_k, self._prefill, self._decode, self._exchange)
         graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, held)
         self._owner._keep(self._key, graphs)
-        self._replay(graph, index_q)
+        self._run_graph(graph, index_q, slot)
 
     def _adopt(self, graphs: _KeyGraphs) -> None:
         self._layers = graphs.layers
@@ -341,9 +345,11 @@ class MSAIcpGraphStep:
     def _stage(self, staging: torch.Tensor) -> None:
         self._staging, self._staging_address = staging, staging.data_ptr()
 
-    def _replay(self, graph: _LayerGraph, index_q: torch.Tensor) -> None:
+    def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
+        if self._decode is not None:
+            self._decode.note_slot(slot)
         try:
-            if index_q.data_ptr() != self._staging_address:
+            if index_q is not self._staging and index_q.data_ptr() != self._staging_address:
                 self._staging.copy_(index_q)  # type: ignore[union-attr]
             graph.replay()
         except RuntimeError as error:
