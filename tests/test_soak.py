@@ -147,12 +147,12 @@ def test_rows_of_another_source_token_or_head_show(soak_script: ModuleType, tagg
         assert run_layer(ranks, layer, misplace) == [0, 0, 1, 0], other
 
 
-def run_script(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(ranks: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """Run the script by torchrun on the CPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, str(SCRIPT), "--backend", "torch", *arguments],
+        [*command, str(script), "--backend", "torch", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -178,6 +178,35 @@ def test_ranks_in_processes_find_every_row_right(tmp_path: Path) -> None:
             "wrong": 0,
             "errors": 0,
         }
+
+
+def test_a_wrong_row_ends_with_1(tmp_path: Path) -> None:
+    """Rank 0 publishes one score of one layer as it was three layers before."""
+    script = tmp_path / "corrupt.py"
+    script.write_text(
+        f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import soak
+
+made = soak.Pattern.__init__
+
+def corrupt(self, world_size, rank, tokens):
+    made(self, world_size, rank, tokens)
+    if rank == 0:
+        n = 100
+        column = int(self.offset[n, 1, 2].argmax())
+        for part in (self.slope, self.offset):
+            part[n, 1, 2, column] = part[n - 3, 1, 2, column]
+
+soak.Pattern.__init__ = corrupt
+soak.main()
+"""
+    )
+    done = run_script(2, "--layer-steps", "192", "--tokens", "2", "--form", "tagged", script=script)
+    assert done.returncode == 1, done.stderr
+    (result,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert result["wrong"] == 1 and result["errors"] == 0
 
 
 def test_a_single_rank_is_refused(soak_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
