@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS
-from .runtime.fault import faults
+from .runtime import native
 from .sizing import require_int
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
 
@@ -195,7 +195,6 @@ class MSAIcpGraphStep:
         self._device = owner._plan.device
         self._shape = (tokens, NUM_HEADS, HEAD_DIM)
         self._staging: torch.Tensor | None = None
-        self._staging_address = 0
         self._recorded_form: tuple[Any, ...] | None = None
         self._layers: dict[tuple[Any, ...], _LayerGraph] = {}
         graphs = owner._find(key)
@@ -343,26 +342,18 @@ class MSAIcpGraphStep:
         self._stage(graphs.staging)
 
     def _stage(self, staging: torch.Tensor) -> None:
-        self._staging, self._staging_address = staging, staging.data_ptr()
+        self._staging = staging
 
     def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
         if self._decode is not None:
             self._decode.note_slot(slot)
-        try:
-            if index_q is not self._staging and index_q.data_ptr() != self._staging_address:
-                self._staging.copy_(index_q)  # type: ignore[union-attr]
-            graph.replay()
-        except RuntimeError as error:
-            for fault in faults():
-                if fault.device == self._device.index:
-                    raise RuntimeError(str(fault)) from error
-            raise
+        graph.replay(self._staging, index_q)
 
 
 class _LayerGraph(NamedTuple):
     """The graph of one layer, slot and K shard: its replay, the memory pool of its capture, and what it keeps alive."""
 
-    replay: Callable[[], None]
+    replay: Callable[[torch.Tensor, torch.Tensor], None]
     pool: Any
     held: tuple[Any, ...]
 
@@ -376,6 +367,17 @@ class _KeyGraphs(NamedTuple):
 
 def _layer_key(layer: int, slot: int, index_k: torch.Tensor) -> tuple[Any, ...]:
     return layer, slot, index_k.data_ptr(), index_k.shape, index_k.stride(), index_k.dtype
+
+
+class _Replay:
+    """Replays a graph, in one call of the launcher."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+        self._executable = graph.raw_cuda_graph_exec()
+
+    def __call__(self, staging: torch.Tensor, index_q: torch.Tensor) -> None:
+        native.call("launch_graph", self._executable, staging, index_q)
 
 
 def _can_capture(plan: MSAIcpIndexerPlan) -> bool:
@@ -393,8 +395,12 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(launch: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """Capture what ``launch`` enqueues on the current stream; returns what replays it on the stream current then.
+def _capture(
+    launch: Callable[[], None], device: torch.device, pool: Any
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Capture what ``launch`` enqueues on the current stream.
+
+    Returns what replays it on the stream current then, over a query that it copies to where the graph reads it.
 
     ``torch.cuda.graph`` would synchronize the device and empty torch's cache, layer by layer, while peers wait for this
     rank's rows.
@@ -415,4 +421,4 @@ def _capture(launch: Callable[[], None], device: torch.device, pool: Any) -> Cal
             raise
         graph.capture_end()
     current.wait_stream(stream)
-    return graph.replay
+    return _Replay(graph)

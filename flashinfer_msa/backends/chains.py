@@ -10,8 +10,6 @@ import torch
 
 from ..runtime import native
 
-Tensors = tuple[torch.Tensor | None, torch.Tensor | None]
-
 
 class KeptLaunches:
     """Launches that the launcher has checked and keeps; see ``native/recording.h``."""
@@ -20,11 +18,13 @@ class KeptLaunches:
         self,
         operation: str,
         arguments: Callable[[torch.Tensor | None, torch.Tensor | None], tuple[Any, ...]],
+        num_valid_pages: torch.Tensor,
         tokens: int = 0,
         first_token: int = 0,
     ) -> None:
         """``arguments(query, keys)`` are the operation's; the query that :meth:`run` takes has ``tokens``."""
         self._operation, self._arguments = operation, arguments
+        self._num_valid_pages = num_valid_pages
         self._place = (tokens, first_token)
         self._words = self._make_words()
         self._address = self._words.data_ptr()
@@ -43,11 +43,15 @@ class KeptLaunches:
         self._keep(words, index_q, index_k)
         self._words.copy_(words)
 
-    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
+    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
         """Launch what is kept with this query and these keys."""
         native.call("replay", self._address, first, end, index_q, index_k)
 
-    def first_difference(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> int:
+    def run_bound(self, first: int, end: int) -> None:
+        """Launch what is kept and reads neither."""
+        native.call("replay_bound", self._address, first, end, self._num_valid_pages)
+
+    def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
         """The first launch that the full path would make otherwise, or -1."""
         self.run(index_q, index_k, 0, 0)
         fresh = self._make_words()
@@ -68,13 +72,17 @@ class CheckedCalls:
         self._run(index_q, index_k, 0, 0)
         self._form = None if index_k is None else _form_of(index_k)
 
-    def run(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None, first: int, end: int) -> None:
+    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
         """Run the full path."""
-        if index_k is not None and self._form is not None:
+        if self._form is not None:
             _require_form(index_q, index_k, self._tokens, self._form)
         self._run(index_q, index_k, first, end)
 
-    def first_difference(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> int:
+    def run_bound(self, first: int, end: int) -> None:
+        """Run the part of the full path that reads neither."""
+        self._run(None, None, first, end)
+
+    def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
         """There is no other path."""
         return -1
 

@@ -38,6 +38,8 @@ void load() {
                         resolve(library, "cuFuncSetAttribute", &d.cuFuncSetAttribute) &&
                         resolve(library, "cuLaunchKernelEx", &d.cuLaunchKernelEx) &&
                         resolve(library, "cuStreamIsCapturing", &d.cuStreamIsCapturing) &&
+                        resolve(library, "cuMemcpyDtoDAsync_v2", &d.cuMemcpyDtoDAsync) &&
+                        resolve(library, "cuGraphLaunch", &d.cuGraphLaunch) &&
                         resolve(library, "cuMemHostRegister_v2", &d.cuMemHostRegister) &&
                         resolve(library, "cuMemHostGetDevicePointer_v2", &d.cuMemHostGetDevicePointer) &&
                         resolve(library, "cuTensorMapEncodeTiled", &d.cuTensorMapEncodeTiled);

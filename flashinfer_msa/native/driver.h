@@ -17,6 +17,7 @@ using CUcontext = void*;
 using CUmodule = void*;
 using CUfunction = void*;
 using CUstream = void*;
+using CUgraphExec = void*;
 using CUdeviceptr = uint64_t;
 
 constexpr CUresult kCudaSuccess = 0;
@@ -62,6 +63,8 @@ struct Driver {
   CUresult (*cuFuncLoad)(CUfunction);  // CUDA 12.4 and later; null on older drivers
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
   CUresult (*cuStreamIsCapturing)(CUstream, int*);
+  CUresult (*cuMemcpyDtoDAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
+  CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
   CUresult (*cuMemHostRegister)(void*, size_t, unsigned);
   CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr*, void*, unsigned);
   CUresult (*cuTensorMapEncodeTiled)(void* map, int type, uint32_t rank, const void* address, const uint64_t* sizes,

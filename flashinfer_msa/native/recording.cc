@@ -56,6 +56,35 @@ void rebind(Call& call, Recording* r, const unsigned char* query, const unsigned
   }
 }
 
+// The recording at an address, and which of its launches are meant.
+struct Part {
+  Recording* recording;
+  int first, end;
+};
+
+Part take_part(Call& call) {
+  Part part;
+  part.recording = reinterpret_cast<Recording*>(static_cast<intptr_t>(call.integer("address", 1, INT64_MAX)));
+  part.first = as_int(call.integer("first", 0, kMaxRecordedLaunches));
+  part.end = as_int(call.integer("end", part.first, kMaxRecordedLaunches));
+  if (call.ok()) {
+    call.require_cuda();
+    call.expect_device(part.recording->device, "the step");
+  }
+  return part;
+}
+
+void launch_part(Call& call, Device* device, const Part& part) {
+  Recording* r = part.recording;
+  Launch chain[kMaxRecordedLaunches];
+  int length = 0;
+  for (int i = part.first; i < part.end && i < r->length; ++i) {
+    const Recording::Entry& e = r->entries[i];
+    chain[length++] = {e.layout, e.role, e.grid_x, e.grid_y, {r->params[i], e.params_bytes}, e.dependent != 0};
+  }
+  if (call.ok()) launch(call, device, chain, length);
+}
+
 }  // namespace
 
 void record(Call& call, const Launch* chain, int length, const Tensor* keys) {
@@ -93,31 +122,32 @@ MSA_EXPORT __tvm_ffi_place(void*, const TVMFFIAny* args, int32_t count, TVMFFIAn
   return call.finish();
 }
 
-// replay(address, first, end, index_q, index_k): launches `first` to `end` of the recording at an address. With a query
-// it is bound to that and the keys before.
+// replay(address, first, end, index_q, index_k): binds the recording at an address to this query and these keys, and
+// launches `first` to `end` of it.
 MSA_EXPORT __tvm_ffi_replay(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
-  auto* r = reinterpret_cast<Recording*>(static_cast<intptr_t>(call.integer("address", 1, INT64_MAX)));
-  const int first = as_int(call.integer("first", 0, kMaxRecordedLaunches));
-  const int end = as_int(call.integer("end", first, kMaxRecordedLaunches));
-  if (!call.ok() || r->length == 0) return call.finish();
-  call.require_cuda();
-  call.expect_device(r->device, "the step");
+  const Part part = take_part(call);
+  if (!call.ok() || part.recording->length == 0) return call.finish();
+  Recording* r = part.recording;
   Tensor query, keys;
-  if (!call.at_none()) take_rebound(call, *r, &query, &keys);
+  take_rebound(call, *r, &query, &keys);
   Device* device = call.ok() ? ready_device(call) : nullptr;
   if (device == nullptr) return call.finish();
-  if (query) {
-    rebind(call, r, query.data<unsigned char>() + r->first_token * kHeads * kHeadDim, keys.data<unsigned char>(),
-           *device);
-  }
-  Launch chain[kMaxRecordedLaunches];
-  int length = 0;
-  for (int i = first; i < end && i < r->length; ++i) {
-    const Recording::Entry& e = r->entries[i];
-    chain[length++] = {e.layout, e.role, e.grid_x, e.grid_y, {r->params[i], e.params_bytes}, e.dependent != 0};
-  }
-  if (call.ok()) launch(call, device, chain, length);
+  rebind(call, r, query.data<unsigned char>() + r->first_token * kHeads * kHeadDim, keys.data<unsigned char>(),
+         *device);
+  launch_part(call, device, part);
+  return call.finish();
+}
+
+// replay_bound(address, first, end, valid): launches `first` to `end` of the recording at an address as it is bound, on
+// the current stream of the device that num_valid_pages is on.
+MSA_EXPORT __tvm_ffi_replay_bound(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
+  Call call(args, count);
+  const Part part = take_part(call);
+  if (!call.ok() || part.recording->length == 0) return call.finish();
+  call.tensor("num_valid_pages", Type::kInt32, 1);
+  Device* device = call.ok() ? ready_device(call) : nullptr;
+  if (device != nullptr) launch_part(call, device, part);
   return call.finish();
 }
 
