@@ -241,8 +241,7 @@ class MSAIcpGraphStep:
             has no graph, and the next step of its key captures it again.
         """
         graph = self._find(layer, slot, index_k) if self._layers else None
-        is_query = index_q is self._staging or self._is_query(index_q)
-        if graph is None or not is_query or torch.cuda.is_current_stream_capturing():
+        if graph is None or torch.cuda.is_current_stream_capturing():
             self._run_without_graph(layer, index_q, index_k, slot)
             return
         self._run_graph(graph, index_q, slot)
@@ -327,7 +326,7 @@ class MSAIcpGraphStep:
         launch = functools.partial(self._launch, staging, index_k, slot)
         try:
             if self._decode is not None:
-                self._decode.note_slot(slot)
+                self._decode.require_slot(slot)
                 self._decode._state.note(None)
             replay = _capture(launch, self._device, pool)
         finally:
@@ -346,8 +345,10 @@ class MSAIcpGraphStep:
 
     def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
         if self._decode is not None:
-            self._decode.note_slot(slot)
+            self._decode.require_slot(slot)
         graph.replay(self._staging, index_q)
+        if self._decode is not None:
+            self._decode.note_slot(slot)
 
 
 class _LayerGraph(NamedTuple):

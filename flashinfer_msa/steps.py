@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .backends.calls import DecodeChain
 from .layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
+from .runtime import native
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import require_int
 
@@ -44,15 +45,19 @@ class MSAIcpDecodeStep:
         self.plan = plan
         self._call, self._comm, self._debug = call, comm, _require_flag("debug", debug)
         self._state = plan._comm_state(comm)
+        self._recv, self._last = comm.recv, self._state.last
         plan._require_form(self._state, None, call.tagged)
         for name in ("num_valid_pages", "output"):
             if not isinstance(getattr(call, name), torch.Tensor):
                 raise ValueError(f"{name} must be a dense tensor, was {getattr(call, name)!r}")
         self.tokens = call.num_valid_pages.numel()
+        self._tagged = call.tagged
         self._chains = [self._chain(slot) for slot in range(NUM_SLOT_SETS)]
         self._bound = [False] * NUM_SLOT_SETS
         for chain in self._chains:
             chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
+        self._runs = [chain.runner(0, _ALL) for chain in self._chains]
+        self._publishes = [chain.runner(0, _PUBLISHES) for chain in self._chains]
         self._forms = self._forms_now()
         numbers = (call.tagged, call.enable_pdl, call.decode_query_len)
         self.key: Hashable = ("decode", id(plan), numbers, tuple(self._forms.items()))
@@ -77,15 +82,11 @@ class MSAIcpDecodeStep:
             If an earlier wait has run out, a launch fails, the kernels are not resident while a graph is captured, or
             with ``debug`` a launch would differ from the full path's.
         """
-        chain = self._ready(index_q, index_k, slot)
-        chain.run(index_q, index_k, 0, _ALL)
-        self._state.note(slot, self._call.tagged)
+        self._launch(self._runs, index_q, index_k, slot)
 
     def publish(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
         """The first half of :meth:`run`: score, select and publish."""
-        chain = self._ready(index_q, index_k, slot)
-        chain.run(index_q, index_k, 0, _PUBLISHES)
-        self._state.note(slot, self._call.tagged)
+        self._launch(self._publishes, index_q, index_k, slot)
 
     def merge(self, *, slot: int) -> None:
         """The second half of :meth:`run`: merge the rows of this rank's heads."""
@@ -103,40 +104,48 @@ class MSAIcpDecodeStep:
         self._chains[slot].record(index_q, index_k)
         self._bound[slot] = True
 
-    def note_slot(self, slot: int) -> None:
-        """Say that a captured graph of this step's layer is about to be replayed.
-
-        Raises
-        ------
-        ValueError
-            If the slot set is that of the layer before, with tagged rows.
-        """
+    def require_slot(self, slot: int) -> None:
+        """Raise ``ValueError`` unless a layer with this slot set may come now, as before a captured one is replayed."""
         _require_slot(slot)
-        self._require_comm()
-        self.plan._require_form(self._state, slot, self._call.tagged)
-        self._state.note(slot, self._call.tagged)
+        if self._comm.recv is not self._recv:
+            self._require_comm()
+        if self._tagged and slot == self._last[0][0]:
+            self.plan._require_form(self._state, slot, True)
+
+    def note_slot(self, slot: int) -> None:
+        """Say that a layer has been launched with this slot set, by a captured graph of it."""
+        if self._tagged:
+            self._state.note(slot)
 
     def _require_comm(self) -> None:
         """Refuse receive storage that has been closed or exchanged since: kernels would store into what is gone."""
-        if self._comm.recv is not self._state.fields[0]:
+        if self._comm.recv is not self._recv:
             raise ValueError(
                 "comm must be as it was when the step was prepared, but its receive rows have been closed or replaced: "
                 "prepare a step anew"
             )
 
-    def _ready(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> Chain:
-        """The chain of a slot set, checked for tensors like these."""
+    def _launch(self, runners: list[Callable[..., Any]], index_q: Any, index_k: Any, slot: int) -> None:
+        """Run a slot set's chain, or its first half, with tensors like the recorded ones."""
+        self.require_slot(slot)
+        if self._debug or not self._bound[slot]:
+            self._prepare(index_q, index_k, slot)
+        run = runners[slot]
+        try:
+            run(index_q, index_k)
+        except Exception as error:
+            native.explain(run, (index_q, index_k), error)
+            raise
+        self.note_slot(slot)
+
+    def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
+        """Record what is launched for the first time, and compare where that is asked for."""
         refuse_tracing()
-        _require_slot(slot)
-        self._require_comm()
-        self.plan._require_form(self._state, slot, self._call.tagged)
         if not self._bound[slot]:
             self.record(index_q, index_k, slot=slot)
-        chain = self._chains[slot]
         if self._debug:
             _require_equal(self._forms, self._forms_now())
-            _require_same_launches(chain, index_q, index_k, _DECODE_LAUNCHES)
-        return chain
+            _require_same_launches(self._chains[slot], index_q, index_k, _DECODE_LAUNCHES)
 
 
 class MSAIcpPrefillStep:
@@ -203,6 +212,7 @@ class MSAIcpPrefillStep:
         for chain in self._locals:
             chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
         self._merge.record(None, None)
+        self._runs = [chain.runner(0, len(_PREFILL_LAUNCHES)) for chain in self._locals]
         self._bound = False
         self._forms = self._forms_now()
         self.key: Hashable = ("prefill", id(plan), tuple(self._forms.items()))
@@ -234,6 +244,17 @@ class MSAIcpPrefillStep:
             If a launch fails, the kernels are not resident while a graph is captured, or with ``debug`` a launch would
             differ from the full path's.
         """
+        if self._debug or not self._bound:
+            self._prepare(index_q, index_k)
+        for run in self._runs:
+            try:
+                run(index_q, index_k)
+            except Exception as error:
+                native.explain(run, (index_q, index_k), error)
+                raise
+
+    def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
+        """Record what is launched for the first time, and compare where that is asked for."""
         refuse_tracing()
         if not self._bound:
             self.record(index_q, index_k)
@@ -241,8 +262,6 @@ class MSAIcpPrefillStep:
             _require_equal(self._forms, self._forms_now())
             for chain in self._locals:
                 _require_same_launches(chain, index_q, index_k, _PREFILL_LAUNCHES)
-        for chain in self._locals:
-            chain.run(index_q, index_k, 0, len(_PREFILL_LAUNCHES))
 
     def merge(self) -> None:
         """Merge what the ranks sent for the heads that this rank owns."""

@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # the project need not be installed
 out=${OUT:-build/gpu}
 wheels=${WHEELS:-.whl}
 python=${PYTHON:-python3}

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flashinfer_msa import layer_graphs
-from flashinfer_msa.backends.chains import CheckedCalls
+from flashinfer_msa.backends.checked_reference import TorchBackend
 from flashinfer_msa.comm import local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layer_graphs import MSAIcpGraphStep, MSAIcpLayerGraphs
@@ -73,11 +73,19 @@ class FakeGraphs:
         if self.failure is not None:
             raise self.failure
         with self._monkeypatch.context() as patch:
-            patch.setattr(CheckedCalls, "run", lambda *arguments: None)
+            for work in ("decode", "prefill_local", "prefill_merge"):
+                patch.setattr(TorchBackend, work, lambda *arguments: None)
             launch()
         self.captures += 1
 
         def replay(staging: torch.Tensor, index_q: torch.Tensor) -> None:
+            # As the launcher checks it.
+            like = isinstance(index_q, torch.Tensor) and (index_q.dtype, index_q.device) == (
+                staging.dtype,
+                staging.device,
+            )
+            if not like or index_q.shape != staging.shape or not index_q.is_contiguous():
+                raise ValueError(f"index_q must be {staging.dtype} {tuple(staging.shape)}, dense, was {index_q!r}")
             self.replays += 1
             if index_q.data_ptr() != staging.data_ptr():
                 staging.copy_(index_q)

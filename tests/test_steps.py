@@ -166,7 +166,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
     for again in (
         lambda: step.run(query, keys, slot=2),
         lambda: step.publish(query, keys, slot=2),
-        lambda: step.note_slot(2),
+        lambda: step.require_slot(2),
         lambda: ranks.plans[0].decode_publish(
             query,
             keys,
@@ -280,7 +280,7 @@ def test_a_step_refuses_receive_storage_that_is_gone() -> None:
         lambda: step.publish(query, keys, slot=0),
         lambda: step.record(query, keys, slot=0),
         lambda: step.merge(slot=0),
-        lambda: step.note_slot(0),
+        lambda: step.require_slot(0),
     )
     for call in calls:
         with pytest.raises(ValueError, match=r"^comm must be as it was when the step was prepared"):

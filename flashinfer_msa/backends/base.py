@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,8 +32,11 @@ class Chain(Protocol):
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
         """Check everything and keep it for :meth:`run`; launch nothing."""
 
-    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
-        """Launch number ``first`` to ``end`` with this query and these keys, which are like the recorded ones."""
+    def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """What launches number ``first`` to ``end`` with a query and keys, which are like the recorded ones.
+
+        Its errors are those of :func:`flashinfer_msa.runtime.native.call` once that has put them in words.
+        """
 
     def run_bound(self, first: int, end: int) -> None:
         """Launch number ``first`` to ``end``, which read neither query nor keys."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class KeptLaunches:
         tokens: int = 0,
         first_token: int = 0,
     ) -> None:
-        """``arguments(query, keys)`` are the operation's; the query that :meth:`run` takes has ``tokens``."""
+        """``arguments(query, keys)`` are the operation's; the query that a runner takes has ``tokens``."""
         self._operation, self._arguments = operation, arguments
         self._num_valid_pages = num_valid_pages
         self._place = (tokens, first_token)
@@ -43,9 +44,9 @@ class KeptLaunches:
         self._keep(words, index_q, index_k)
         self._words.copy_(words)
 
-    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
-        """Launch what is kept with this query and these keys."""
-        native.call("replay", self._address, first, end, index_q, index_k)
+    def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """What launches the kept launches ``first`` to ``end`` with a query and keys."""
+        return functools.partial(native.operation("replay"), self._address, first, end)
 
     def run_bound(self, first: int, end: int) -> None:
         """Launch what is kept and reads neither."""
@@ -53,7 +54,7 @@ class KeptLaunches:
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
         """The first launch that the full path would make otherwise, or -1."""
-        self.run(index_q, index_k, 0, 0)
+        native.call("replay", self._address, 0, 0, index_q, index_k)  # binds them
         fresh = self._make_words()
         self._keep(fresh, index_q, index_k)
         return int(native.call("first_difference", self._words, fresh))
@@ -72,11 +73,15 @@ class CheckedCalls:
         self._run(index_q, index_k, 0, 0)
         self._form = None if index_k is None else _form_of(index_k)
 
-    def run(self, index_q: torch.Tensor, index_k: torch.Tensor, first: int, end: int) -> None:
-        """Run the full path."""
-        if self._form is not None:
-            _require_form(index_q, index_k, self._tokens, self._form)
-        self._run(index_q, index_k, first, end)
+    def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """What runs that part of the full path with a query and keys."""
+
+        def run(index_q: torch.Tensor, index_k: torch.Tensor) -> None:
+            if self._form is not None:
+                _require_form(index_q, index_k, self._tokens, self._form)
+            self._run(index_q, index_k, first, end)
+
+        return run
 
     def run_bound(self, first: int, end: int) -> None:
         """Run the part of the full path that reads neither."""

@@ -57,26 +57,27 @@ def call(name: str, *arguments: Any) -> Any:
     ``ValueError`` for an argument that is not what it must be; ``RuntimeError`` where a driver call fails, in the words
     of the fault record if an earlier wait has run out.
     """
+    function = operation(name)
     try:
-        return operation(name)(*arguments)
-    except ValueError:
-        raise
+        return function(*arguments)
     except Exception as error:
-        _explain(name, arguments, error)
+        explain(function, arguments, error)
         raise
 
 
-def _explain(name: str, arguments: tuple[Any, ...], error: Exception) -> None:
-    """Raise a better error than ``error``, if there is one."""
+def explain(function: Callable[..., Any], arguments: tuple[Any, ...], error: Exception) -> None:
+    """Raise a better error than that of ``function(*arguments)``, an operation, if there is one."""
+    if isinstance(error, ValueError):
+        return
     from .fault import faults
 
-    devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)} - {None}
+    devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)}
     for fault in faults():
-        if fault.device in devices or not devices:
+        if fault.device in devices:
             raise RuntimeError(str(fault)) from error
     passable = tuple(_words_for_unpassable(argument) for argument in arguments)
     if any(a is not b for a, b in zip(passable, arguments, strict=True)):
-        operation(name)(*passable)
+        function(*passable)
 
 
 def _words_for_unpassable(argument: Any) -> Any:

@@ -73,7 +73,7 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
     received = []
     for pool in (None, poisoned_pool(tokens + 1)):
         comms = local_comm(group.plans)
-        for _ in range(2):  # the second finds what the first has left in the pool
+        for slot in (1, 2):  # the second finds what the first has left in the pool
             for comm in comms:
                 comm.recv.zero_()
             plan.decode_publish(
@@ -84,7 +84,7 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
                 valid,
                 scores if pool is None else None,
                 comm=comms[rank],
-                slot=1,
+                slot=slot,
                 tagged=tagged,
                 decode_query_len=query_len,
                 pool=pool,

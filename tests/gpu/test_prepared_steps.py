@@ -219,23 +219,24 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
         )
     assert len(windows) == 2
 
-    def run(layer: Any) -> None:
-        for plan, step in zip(group.plans, steps, strict=True):
-            step.local(layer.index_q, layer.shard(plan.rank))
+    def run(layer: Any, shards: list[torch.Tensor]) -> None:
+        for step, keys in zip(steps, shards, strict=True):
+            step.local(layer.index_q, keys)
         for plan, step, into in zip(group.plans, steps, received, strict=True):
             into.copy_(exchange(sends, plan))
             step.merge()
 
     for layer in layers:
+        shards = [layer.shard(plan.rank) for plan in group.plans]
         for buffer in (*sends, *received, *outputs):
             buffer.fill_(-777)
         if form == "captured":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                run(layer)
+                run(layer, shards)
             graph.replay()
         else:
-            run(layer)
+            run(layer, shards)
         expected = unsharded_top16(layer, init_blocks=1, local_blocks=2)
         counts = compare(torch.cat(outputs, dim=1), expected, near_tie=2 * TENSOR_CORE_ERROR)
         assert counts.wrong == 0, counts

@@ -262,5 +262,5 @@ def test_tensors_of_two_gpus_are_refused() -> None:
     group = Group.make(LAYOUTS["p128_tp2"], tokens=4, max_model_len=2048)
     valid = torch.full((4,), 16, dtype=torch.int32, device="cuda:0")
     output = torch.zeros(4, 2, TOP_K, dtype=torch.int32, device="cuda:1")
-    with pytest.raises(ValueError, match=r"output must be on cuda:0 like num_valid_pages, was on cuda:1"):
+    with pytest.raises(ValueError, match=r"output must be on cuda:0 like the indexer, was on cuda:1"):
         group.plans[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)
