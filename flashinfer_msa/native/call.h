@@ -44,8 +44,6 @@ class Call {
   Tensor optional_tensor(const char* name, Type type, int dimensions);
   // Words of a dense int64 tensor in host memory, which the caller has made itself.
   void* host_words(const char* name, int64_t count);
-  // Whether the next argument is None.
-  bool at_none() const { return next_ != end_ && next_->type_index == kTVMFFINone; }
   // Whether the next argument is a tensor.
   bool at_tensor() const;
 
