@@ -15,8 +15,9 @@ from flashinfer_msa import custom_ops, msa_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, brute_force_top16, compare, exchange
 
+pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
 QUERY_LEN = 2
-LENGTHS = [700, 90, 1500] if SMALL else [40000, 90, 1500, 8000, 0, 129]
+LENGTHS = [40000, 90, 1500, 8000, 0, 129]
 COUNTERS = ("publish_generations", "expected_generations", "errors")
 
 
