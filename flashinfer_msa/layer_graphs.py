@@ -133,7 +133,7 @@ class MSAIcpLayerGraphs:
     def clear(self) -> None:
         """Free every graph and what it keeps alive, and forget the steps that were counted. ``stats`` stay."""
         for graphs in self._captured.values():
-            graphs.layers.clear()  # a step that has begun refers to them
+            graphs.clear()
         self._captured.clear()
         self._seen.clear()
 
@@ -168,7 +168,7 @@ class MSAIcpLayerGraphs:
             # The key starts over if it comes again: keys that take turns in too few places mostly run eagerly, rather
             # than be captured each time.
             _, evicted = self._captured.popitem(last=False)
-            evicted.layers.clear()  # a step that has begun refers to them
+            evicted.clear()
             self.stats["evicted_keys"] += 1
 
 
@@ -197,6 +197,7 @@ class MSAIcpGraphStep:
         self._staging: torch.Tensor | None = None
         self._recorded_form: tuple[Any, ...] | None = None
         self._layers: dict[tuple[Any, ...], _LayerGraph] = {}
+        self._latest: dict[tuple[int, int, int], _LayerGraph] = {}
         graphs = owner._find(key)
         if graphs is not None:
             self._adopt(graphs)
@@ -249,7 +250,13 @@ class MSAIcpGraphStep:
 
     def _find(self, layer: Any, slot: Any, index_k: Any) -> _LayerGraph | None:
         try:
-            return self._layers.get(_layer_key(layer, slot, index_k))
+            latest = self._latest.get((layer, slot, index_k.data_ptr()))
+            if latest is not None and latest.keys is index_k:
+                return latest
+            graph = self._layers.get(_layer_key(layer, slot, index_k))
+            if graph is not None and graph.keys is index_k:
+                self._latest[layer, slot, index_k.data_ptr()] = graph
+            return graph
         except (AttributeError, RuntimeError, TypeError):  # no tensor, no memory, nothing hashable: refused later
             return None
 
@@ -309,7 +316,7 @@ class MSAIcpGraphStep:
 
     def _capture(self, layer: int, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         """Capture a layer, and run it: its graph is kept once there is one."""
-        graphs = self._owner._find(self._key) or _KeyGraphs({}, self.query)
+        graphs = self._owner._find(self._key) or _KeyGraphs({}, {}, self.query)
         self._adopt(graphs)
         staging, decode_tokens = graphs.staging, 0
         # What is wrong with the keys or the slot is found before a capture begins.
@@ -328,16 +335,16 @@ class MSAIcpGraphStep:
             if self._decode is not None:
                 self._decode.require_slot(slot)
                 self._decode._state.note(None)
-            replay = _capture(launch, self._device, pool)
+            captured, replay = _capture(launch, self._device, pool)
         finally:
             last_slot[:] = before  # a capture uses no slot set: the run below does
-        held = (index_k, self._prefill, self._decode, self._exchange)
-        graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, held)
+        held = (captured, self._prefill, self._decode, self._exchange)
+        graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, index_k, held)
         self._owner._keep(self._key, graphs)
         self._run_graph(graph, index_q, slot)
 
     def _adopt(self, graphs: _KeyGraphs) -> None:
-        self._layers = graphs.layers
+        self._layers, self._latest = graphs.layers, graphs.latest
         self._stage(graphs.staging)
 
     def _stage(self, staging: torch.Tensor) -> None:
@@ -346,7 +353,11 @@ class MSAIcpGraphStep:
     def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
         if self._decode is not None:
             self._decode.require_slot(slot)
-        graph.replay(self._staging, index_q)
+        try:
+            graph.replay(self._staging, index_q)
+        except Exception as error:
+            native.explain(graph.replay, (self._staging, index_q), error)
+            raise
         if self._decode is not None:
             self._decode.note_slot(slot)
 
@@ -354,8 +365,9 @@ class MSAIcpGraphStep:
 class _LayerGraph(NamedTuple):
     """The graph of one layer, slot and K shard: its replay, the memory pool of its capture, and what it keeps alive."""
 
-    replay: Callable[[torch.Tensor, torch.Tensor], None]
+    replay: Callable[[torch.Tensor, torch.Tensor], Any]
     pool: Any
+    keys: torch.Tensor
     held: tuple[Any, ...]
 
 
@@ -363,22 +375,17 @@ class _KeyGraphs(NamedTuple):
     """The graphs of one step key, by ``_layer_key``, and the query ``[T, 4, 128]`` that they all read."""
 
     layers: dict[tuple[Any, ...], _LayerGraph]
+    latest: dict[tuple[int, int, int], _LayerGraph]
     staging: torch.Tensor
+
+    def clear(self) -> None:
+        """Free the graphs; a step that has begun refers to the dictionaries."""
+        self.layers.clear()
+        self.latest.clear()
 
 
 def _layer_key(layer: int, slot: int, index_k: torch.Tensor) -> tuple[Any, ...]:
     return layer, slot, index_k.data_ptr(), index_k.shape, index_k.stride(), index_k.dtype
-
-
-class _Replay:
-    """Replays a graph, in one call of the launcher."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-        self._executable = graph.raw_cuda_graph_exec()
-
-    def __call__(self, staging: torch.Tensor, index_q: torch.Tensor) -> None:
-        native.call("launch_graph", self._executable, staging, index_q)
 
 
 def _can_capture(plan: MSAIcpIndexerPlan) -> bool:
@@ -398,10 +405,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _capture(
     launch: Callable[[], None], device: torch.device, pool: Any
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
+) -> tuple[Any, Callable[[torch.Tensor, torch.Tensor], Any]]:
     """Capture what ``launch`` enqueues on the current stream.
 
-    Returns what replays it on the stream current then, over a query that it copies to where the graph reads it.
+    Returns the graph, and what replays it as long as it lives, on the stream current then and over a query that it
+    copies to where the graph reads it.
 
     ``torch.cuda.graph`` would synchronize the device and empty torch's cache, layer by layer, while peers wait for this
     rank's rows.
@@ -422,4 +430,4 @@ def _capture(
             raise
         graph.capture_end()
     current.wait_stream(stream)
-    return _Replay(graph)
+    return graph, functools.partial(native.operation("launch_graph"), graph.raw_cuda_graph_exec())

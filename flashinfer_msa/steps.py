@@ -113,9 +113,9 @@ class MSAIcpDecodeStep:
             self.plan._require_form(self._state, slot, True)
 
     def note_slot(self, slot: int) -> None:
-        """Say that a layer has been launched with this slot set, by a captured graph of it."""
+        """Say that a layer with this slot set has been launched by a replay, which is never part of a capture."""
         if self._tagged:
-            self._state.note(slot)
+            self._last[0] = (slot, False)
 
     def _require_comm(self) -> None:
         """Refuse receive storage that has been closed or exchanged since: kernels would store into what is gone."""
@@ -136,7 +136,8 @@ class MSAIcpDecodeStep:
         except Exception as error:
             native.explain(run, (index_q, index_k), error)
             raise
-        self.note_slot(slot)
+        if self._tagged:
+            self._state.note(slot)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         """Record what is launched for the first time, and compare where that is asked for."""

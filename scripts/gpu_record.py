@@ -212,6 +212,7 @@ def _named(options: Sequence[str]) -> dict[str, Path]:
 @click.command()
 @click.option("--check", "checks", is_flag=True, help="Exit 1 unless the record is of these sources, or pending.")
 @click.option("--pending", metavar="REASON", help="Say that these sources have not run on a GPU yet, and why.")
+@click.option("--digest", "prints_digest", is_flag=True, help="Print the digest of these sources.")
 @click.option("--built", is_flag=True, help="Exit 1 unless the installed cubins are those of these sources.")
 @click.option("--write", "section", type=click.Choice(SECTIONS), help="Write a section from the files of a GPU run.")
 @click.option("--junit", type=FILE, multiple=True, help="pytest's XML report; repeatable with several GPUs.")
@@ -222,6 +223,7 @@ def _named(options: Sequence[str]) -> dict[str, Path]:
 def main(
     checks: bool,
     pending: str | None,
+    prints_digest: bool,
     built: bool,
     section: str | None,
     junit: tuple[Path, ...],
@@ -231,6 +233,8 @@ def main(
     examples: tuple[str, ...],
 ) -> None:
     """Check the GPU record against the sources, mark it pending, or write a section of it."""
+    if prints_digest:
+        click.echo(tree_digest(ARCHITECTURE))
     record = read()
     if section is not None:
         if not junit or bench is None:

@@ -66,9 +66,7 @@ class FakeGraphs:
         monkeypatch.setattr(layer_graphs, "_capture", self._capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def _capture(
-        self, launch: Callable[[], None], device: torch.device, pool: Any
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def _capture(self, launch: Callable[[], None], device: torch.device, pool: Any) -> tuple[Any, Callable[..., None]]:
         assert pool is not None
         if self.failure is not None:
             raise self.failure
@@ -94,7 +92,7 @@ class FakeGraphs:
                 patch.setattr(MSAIcpIndexerPlan, "_require_form", lambda *arguments: None)
                 launch()
 
-        return replay
+        return object(), replay
 
 
 @pytest.fixture
@@ -536,7 +534,9 @@ def test_the_least_recently_used_key_makes_room(fake_graphs: FakeGraphs) -> None
 def test_graphs_keep_alive_what_they_read(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Prepared steps, their buffers and K shards live as long as the graphs, and no longer."""
     # A real graph holds addresses, not tensors.
-    monkeypatch.setattr(layer_graphs, "_capture", lambda launch, device, pool: lambda staging, index_q: None)
+    monkeypatch.setattr(
+        layer_graphs, "_capture", lambda launch, device, pool: (object(), lambda staging, index_q: None)
+    )
     serving = Serving(tagged=False)
     graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
 

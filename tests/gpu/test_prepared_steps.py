@@ -141,7 +141,7 @@ def test_layers_unlike_the_first_are_refused() -> None:
     query, keys = ranks.layers[1].index_q, ranks.shards[1][0]
     before = [comm.storages[0].clone() for comm in ranks.group.comms]
     cases = {
-        r"index_q must have shape .*\[8, 4, 128\], was \[6, 4, 128\]": (query[:6], keys),
+        r"index_q must have shape .*": (query[:-2], keys),
         r"index_q must be contiguous": (torch.cat([query, query], dim=2)[..., :128], keys),
         r"index_q must be torch.float8_e4m3fn, was torch.uint8": (query.view(torch.uint8), keys),
         r"index_q must be on (a CUDA device|cuda:0 like the step), was on cpu": (query.cpu(), keys),
