@@ -497,7 +497,8 @@ def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.Pr
     """Bring every rank the carrier rows of its heads: the all-to-all between ``prefill_local`` and ``prefill_merge``.
 
     Rows ``send[h]`` go to rank ``h // heads_per_rank``; ``received[s]`` is what rank ``s`` sent. Runs on the current
-    stream, without a synchronization of the host. A CUDA graph may capture it after it has run once on the group.
+    stream, without a synchronization of the host. A CUDA graph may capture it after it has run once on the group, on
+    all ranks alike, and is freed before the group is destroyed, which would wait for it forever.
 
     Parameters
     ----------

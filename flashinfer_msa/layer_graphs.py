@@ -37,11 +37,14 @@ class MSAIcpLayerGraphs:
     become part of.
 
     A key that keeps graphs keeps its prepared steps, the K shards and the exchange too, so that no other tensor comes
-    to lie at an address that a graph reads. :meth:`clear` frees them, as before the index-K cache is given back.
+    to lie at an address that a graph reads. :meth:`clear` frees them; so does the end of ``with plan.layer_graphs() as
+    graphs``. It comes before the index-K cache is given back, and before the exchange's process group is destroyed: NCCL
+    waits there, forever, for graphs that have captured it.
 
     A prepared step with ``debug`` is compared where a layer runs eagerly or is captured, not at a replay. All steps run
-    on one stream at a time, from one thread. Every rank of a group replays or captures by itself: what a layer enqueues
-    is the same either way.
+    on one stream at a time, from one thread. A decode layer may be captured on one rank while another runs it eagerly.
+    With an exchange over NCCL a layer must be eager, captured or replayed on all ranks alike, as it is where they begin
+    the same steps in the same order.
 
     Attributes
     ----------
@@ -59,6 +62,12 @@ class MSAIcpLayerGraphs:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._captured: OrderedDict[Hashable, _KeyGraphs] = OrderedDict()
         self.stats: Counter[str] = Counter(eager_layers=0, captured_layers=0, replayed_layers=0, evicted_keys=0)
+
+    def __enter__(self) -> MSAIcpLayerGraphs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def __repr__(self) -> str:
         return (

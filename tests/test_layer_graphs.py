@@ -593,7 +593,8 @@ def test_clear_forgets_steps_too(fake_graphs: FakeGraphs) -> None:
     serving.step(graphs, decode=decode)
     serving.step(graphs, decode=decode)
     assert stats(graphs) == (3 * LAYERS, LAYERS, LAYERS, 0)
-    graphs.clear()
+    with graphs as same:
+        assert same is graphs
     serving.step(graphs, decode=decode)
     assert stats(graphs) == (4 * LAYERS, LAYERS, LAYERS, 0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_group import ProcessGroup
 
 README = Path(__file__).parent.parent / "README.md"
 SCRIPT = README.parent / "scripts" / "readme_figures.py"
@@ -26,10 +27,15 @@ def figures_script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("readme_figures")
 
 
+def python_blocks() -> list[str]:
+    """README's Python code."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def test_examples_run() -> None:
     """The Python blocks are complete, one after the other, and select blocks that every token may see."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    serving, *blocks = python_blocks()
+    assert len(blocks) == 2 and "init_process_group" in serving
     names: dict[str, Any] = {}
     for code in blocks:
         exec(compile(code, str(README), "exec"), names)
@@ -39,6 +45,23 @@ def test_examples_run() -> None:
         counts = (selected >= 0).sum(-1)
         assert torch.equal(counts, valid[:, None].clamp(max=16).expand_as(counts).to(counts.dtype))
         assert (selected < valid[:, None, None]).all()
+
+
+def run_serving_example(rank: int) -> torch.Tensor:
+    """Run the first block as one rank of a group; returns what its last layer selected."""
+    names: dict[str, Any] = {}
+    exec(compile(python_blocks()[0], str(README), "exec"), names)
+    assert names["comm"].closed and names["rank"] == rank
+    return names["output"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes of this test have no GPU each")
+def test_the_serving_example_runs() -> None:
+    """The first block is what every process of a group runs."""
+    with ProcessGroup(2) as processes:
+        output = torch.cat(processes.run(run_serving_example), dim=1)
+    assert output.shape == (3, 4, 16)
+    assert ((output >= 0).sum(-1) == 8).all() and (output[..., :8] == torch.arange(8)).all()
 
 
 def test_tree_is_the_one_on_disk() -> None:
@@ -58,6 +81,8 @@ def test_tree_is_the_one_on_disk() -> None:
         "gpu_record.py",
         "readme_figures.py",
         "requirements.py",
+        "soak.py",
+        "group.py",
     }
 
 
@@ -86,7 +111,7 @@ def test_a_plot_of_other_rows_is_stale(
 def test_tables_of_rows_with_and_without_peers(figures_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table is there where there are rows for it; a case that a peer lacks has a dash."""
     monkeypatch.setattr(figures_script, "tree_digest", lambda architecture: "")
-    record = json.loads(RECORD.read_text())
+    record = {"single": json.loads(RECORD.read_text())["single"]}
     rows = [row for row in record["single"]["bench"] if "peer" not in row and row.get("name") != "ragged batch"]
     record["single"]["bench"] = rows
     text = figures_script.figures(record)

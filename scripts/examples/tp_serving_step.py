@@ -265,7 +265,8 @@ def main(
     unsharded = UnshardedKeys(layout, layers=checked if rank == 0 else (), num_pages=pool.num_pages, device=device)
     generator = torch.Generator(device).manual_seed(seed)
 
-    with allocate_comm(plan) as comm:
+    # Graphs that have captured the exchange go before its process group.
+    with allocate_comm(plan) as comm, plan.layer_graphs(max_keys=GRAPH_KEYS) as graphs:
         # Before the first wait for a peer, every kernel is resident on every rank and the exchange is connected.
         plan.warmup()
         scratch_tokens, _, pitch = plan.prefill_scratch_shape()
@@ -281,7 +282,6 @@ def main(
         decode_output, prefill_output = (
             torch.zeros(rows, plan.heads_per_rank, TOP_K, dtype=torch.int32, device=device) for rows in (batch, chunk)
         )
-        graphs = plan.layer_graphs(max_keys=GRAPH_KEYS)
         uses = 0  # of slot sets: runs over all layers of all steps that decode
         stopwatch, timed = Stopwatch(device), []
         counts = Comparison()
