@@ -38,8 +38,8 @@ class MSAIcpLayerGraphs:
 
     A key that keeps graphs keeps its prepared steps, the K shards and the exchange too, so that no other tensor comes
     to lie at an address that a graph reads. :meth:`clear` frees them; so does the end of ``with plan.layer_graphs() as
-    graphs``. It comes before the index-K cache is given back, and before the exchange's process group is destroyed: NCCL
-    waits there, forever, for graphs that have captured it.
+    graphs``. It comes before the index-K cache is given back, and before the exchange's process group is destroyed,
+    where NCCL would wait forever for graphs that have captured it.
 
     A prepared step with ``debug`` is compared where a layer runs eagerly or is captured, not at a replay. All steps run
     on one stream at a time, from one thread. A decode layer may be captured on one rank while another runs it eagerly.
