@@ -19,7 +19,7 @@ import itertools
 import typing
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from .backends.calls import (
     SelectPrefill,
     SelectPublish,
 )
+from .receive_storage import ReceiveStorage
 from .score_plan import MSAIcpScorePlan
 
 if TYPE_CHECKING:
@@ -223,18 +224,6 @@ class Known:
             self.comms.pop(id(comm), None)  # its end could not be noticed, nor then that its id is another's
 
 
-class _Storage(NamedTuple):
-    """Receive storage with other counters."""
-
-    recv: Tensor
-    tagged_recv: Tensor
-    recv_bases: Tensor
-    tagged_recv_bases: Tensor
-    publish_generations: Tensor
-    expected_generations: Tensor
-    errors: Tensor
-
-
 class _Order(torch.nn.Module):
     """A word; a buffer of a module, so that compilers take its address as constant."""
 
@@ -288,7 +277,9 @@ def _decode(
     given = (publish_generations, expected_generations, errors)
     if any(getattr(storage, name) is not tensor for name, tensor in zip(_COUNTERS, given, strict=True)):
         # A compiler that does not write in place hands over copies, and copies them back.
-        storage = _Storage(storage.recv, storage.tagged_recv, storage.recv_bases, storage.tagged_recv_bases, *given)
+        storage = ReceiveStorage(
+            storage.recv, storage.tagged_recv, storage.recv_bases, storage.tagged_recv_bases, *given
+        )
     form: dict[str, Any] = {"comm": storage, "slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
     half = {"decode_query_len": decode_query_len, "pool": pool}
     keys = (index_q, index_k, block_table, seq_lens)

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import custom_ops
 from .accumulation import is_exact
+from .backends.base import Chain
 from .backends.calls import DecodeChain, PrefillLocal, PrefillMerge, PrefillPlan
 from .custom_ops import find_backend
 from .layer_graphs import MSAIcpLayerGraphs
 from .layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS, find_layout
 from .prefill_tuning import prefill_tuning
+from .receive_storage import NO_STORAGE, CheckedStorage, require_receive_storage
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     MAX_WINDOW_TOKENS,
@@ -29,7 +32,7 @@ from .sizing import (
     require_page_size,
     require_world_size,
 )
-from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, refuse_tracing
+from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, Window, refuse_tracing
 
 _SPIN_LIMIT = 1 << 26
 _SCRATCH_BUDGET_BYTES = 256 << 20
@@ -125,16 +128,6 @@ accumulation
         self.fused_prefill, short_tokens = prefill_tuning(self.arch, self.layout.name)
         selectable = self.prefill_score_columns < MAX_SCORE_COLUMNS
         self.prefill_short_tokens = min(short_tokens, self.prefill_window_tokens()) if selectable else 0
-        # What receive storage has, and a shape unless it is any 1-D one.
-        self._comm_fields: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
-            "recv": (torch.int32, self.comm_layout["legacy_shape"]),
-            "tagged_recv": (torch.int64, self.comm_layout["tagged_shape"]),
-            "recv_bases": (torch.int64, (self.world_size,)),
-            "tagged_recv_bases": (torch.int64, (self.world_size,)),
-            "publish_generations": (torch.int32, self.comm_layout["generations_shape"]),
-            "expected_generations": (torch.int32, self.comm_layout["expected_shape"]),
-            "errors": (torch.int32, None),
-        }
         self._backend = implementation
         # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
         storage = msa_icp_index_score_plan_storage(
@@ -151,7 +144,7 @@ accumulation
         self._short_scratch = (
             torch.empty(short_shape, dtype=torch.float32, device=self.device) if self.prefill_short_tokens else None
         )
-        self._checked_comm = _NO_COMM
+        self._checked_comm = NO_STORAGE
         self._known = custom_ops.Known(self)
         # By a comm's counters: the slot set that its last tagged rows used.
         self._last_slots: MutableMapping[torch.Tensor, list[tuple[int | None, bool]]] = WeakTensorKeyDictionary()
@@ -221,32 +214,8 @@ accumulation
         """
         self._check_comm(comm)
 
-    def _check_comm(self, comm: Any) -> _CommState:
-        for name, (dtype, shape) in self._comm_fields.items():
-            field = getattr(comm, name, None)
-            if not isinstance(field, torch.Tensor):
-                raise ValueError(f"comm.{name} must be a tensor, was {field!r}")
-            if field.layout is not torch.strided:
-                raise ValueError(f"comm.{name} must be a dense tensor, was of layout {field.layout}")
-            if field.dtype is not dtype:
-                raise ValueError(f"comm.{name} must be {dtype}, was {field.dtype}")
-            if shape is not None and tuple(field.shape) != tuple(shape):
-                raise ValueError(f"comm.{name} must have shape {tuple(shape)}, was {tuple(field.shape)}")
-            if shape is None and (field.dim() != 1 or field.numel() < 1):
-                raise ValueError(f"comm.{name} must have one dimension and an element, had shape {tuple(field.shape)}")
-            if field.device != self.device:
-                raise ValueError(f"comm.{name} must be on {self.device}, was on {field.device}")
-            if not field.is_contiguous():
-                raise ValueError(f"comm.{name} must be contiguous, had strides {field.stride()}")
-        wanted = self.comm_layout["tagged_offset_bytes"]
-        offset = comm.tagged_recv.data_ptr() - comm.recv.data_ptr()
-        one_storage = comm.tagged_recv.untyped_storage().data_ptr() == comm.recv.untyped_storage().data_ptr()
-        if not one_storage or offset != wanted:
-            raise ValueError(
-                f"comm.tagged_recv must follow comm.recv in one storage, at {wanted} bytes, was "
-                f"{'at ' + str(offset) + ' bytes' if one_storage else 'in another storage'}"
-            )
-        fields = tuple(getattr(comm, name) for name in self._comm_fields)
+    def _check_comm(self, comm: Any) -> CheckedStorage:
+        fields = require_receive_storage(comm, self.comm_layout, self.world_size, self.device)
         self._backend.check_receive_storage(fields)
         words = torch.tensor(
             [
@@ -267,17 +236,19 @@ accumulation
             ],
             dtype=torch.int64,
         )
-        last = self._last_slots.setdefault(comm.publish_generations, [(None, False)])
-        self._checked_comm = _CommState(fields, words, last, self.device.type == "cuda")
+        last = self._last_slots.setdefault(fields.publish_generations, [(None, False)])
+        self._checked_comm = CheckedStorage(
+            fields, words, last, on_gpu=self.device.type == "cuda", num_sparse_layers=self.num_sparse_layers
+        )
         self._known.add(comm)
         return self._checked_comm
 
     def _forget_comm(self, comm: Any) -> None:
         """Keep no tensor of ``comm`` alive, which is about to be closed."""
-        if self._checked_comm.fields[0] is comm.recv:
-            self._checked_comm = _NO_COMM
+        if self._checked_comm.fields.recv is comm.recv:
+            self._checked_comm = NO_STORAGE
 
-    def _comm_state(self, comm: Any) -> _CommState:
+    def _comm_state(self, comm: Any) -> CheckedStorage:
         """What a launch takes from the plan and from ``comm``, which is checked unless it is the one checked last."""
         state = self._checked_comm
         recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors = state.fields
@@ -295,24 +266,6 @@ accumulation
         except AttributeError:
             pass  # the check below says which
         return self._check_comm(comm)
-
-    def _require_form(self, state: _CommState, slot: int | None, tagged: bool) -> None:
-        """Refuse tagged rows where the slot set to publish into, if any, is that of the layer before."""
-        if tagged is False:
-            return
-        if tagged is True and self.num_sparse_layers >= 2:
-            if isinstance(slot, int) and state.follows_itself(slot):
-                raise ValueError(
-                    f"slot must be another one than that of the layer before with tagged rows, was {slot} twice: let "
-                    "it be a counter over all layers of all steps, modulo 3"
-                )
-            return
-        if tagged is not True:
-            raise ValueError(f"tagged must be True or False, was {tagged!r}")
-        raise ValueError(
-            f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two uses "
-            "of a slot set must be at least two layers apart"
-        )
 
     def decode(
         self,
@@ -380,7 +333,7 @@ accumulation
             half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
             return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
         state = self._comm_state(comm)
-        self._require_form(state, slot, tagged)
+        state.require_form(slot, tagged)
         _require_output(output)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
         head = (state.words, True, True, slot, tagged, enable_pdl, num_valid_pages)
@@ -411,7 +364,7 @@ accumulation
             half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
             return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, None, merges=False)
         state = self._comm_state(comm)
-        self._require_form(state, slot, tagged)
+        state.require_form(slot, tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
         self._backend.decode(self, comm, (state.words, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
         state.note(slot, tagged)
@@ -430,7 +383,7 @@ accumulation
         if torch.compiler.is_compiling():
             return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
         state = self._comm_state(comm)
-        self._require_form(state, None, tagged)
+        state.require_form(None, tagged)
         _require_output(output)
         self._backend.decode(self, comm, (state.words, False, True, slot, tagged, enable_pdl, num_valid_pages, output))
 
@@ -608,28 +561,26 @@ accumulation
             If an argument is not as described.
         """
         refuse_tracing()
-        return MSAIcpDecodeStep(
-            self,
-            DecodeChain(
-                self._comm_state(comm).words,
-                -1,
-                tagged,
-                enable_pdl,
-                num_valid_pages,
-                block_table,
-                seq_lens,
-                scores,
-                pool,
-                decode_query_len,
-                output,
-            ),
-            comm,
-            debug,
+        checked = self._comm_state(comm)
+        call = DecodeChain(
+            checked.words,
+            -1,
+            tagged,
+            enable_pdl,
+            num_valid_pages,
+            block_table,
+            seq_lens,
+            scores,
+            pool,
+            decode_query_len,
+            output,
         )
+        keep = functools.partial(self._backend.decode_chain, self, comm)
+        return MSAIcpDecodeStep(self, call, comm, checked, keep, debug)
 
     def prepare_prefill_step(
         self,
-        windows: Sequence[tuple[int, int, torch.Tensor, MSAIcpScorePlan]],
+        windows: Sequence[Window],
         score_scratch: torch.Tensor | None,
         num_valid_pages: torch.Tensor,
         send: torch.Tensor,
@@ -668,7 +619,25 @@ accumulation
             If an argument is not as described.
         """
         refuse_tracing()
-        return MSAIcpPrefillStep(self, windows, score_scratch, num_valid_pages, send, received, output, pool, debug)
+        tensors = {
+            "score_scratch": score_scratch,
+            "num_valid_pages": num_valid_pages,
+            "send": send,
+            "received": received,
+            "output": output,
+            "pool": pool,
+        }
+
+        def keep_local(window: Window) -> Chain:
+            start, end, block_table, window_plan = window
+            valid, carrier_view = num_valid_pages[start:end], send[:, start:end]
+            call = self._local_call(None, None, block_table, window_plan, score_scratch, valid, carrier_view, pool)
+            return self._backend.prefill_local_chain(call, send.shape[1], start)
+
+        def keep_merge() -> Chain:
+            return self._backend.prefill_merge_chain(self._merge_call(received, num_valid_pages, output))
+
+        return MSAIcpPrefillStep(self, windows, tensors, keep_local, keep_merge, debug)
 
     def layer_graphs(self, *, capture_after: int = 1, max_keys: int = 4) -> MSAIcpLayerGraphs:
         """CUDA graphs of single layers, for steps that come again with the same buffers.
@@ -715,33 +684,6 @@ accumulation
 
     def _merge_call(self, received: Any, num_valid_pages: Any, output: Any) -> PrefillMerge:
         return PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
-
-
-class _CommState(NamedTuple):
-    """The fields of a checked comm, what every launch of the decode chain takes from them and the plan, and a cell
-    with the slot set that its last tagged rows used, and whether a graph was captured then.
-    """
-
-    fields: tuple[Any, ...]
-    words: torch.Tensor
-    last: list[tuple[int | None, bool]]
-    on_gpu: bool
-
-    def follows_itself(self, slot: int) -> bool:
-        """Whether the slot set is that of the layer before. What replays of a captured layer have used is not known."""
-        last, captured = self.last[0]
-        return slot == last and (not captured or self._is_capturing())
-
-    def note(self, slot: int | None, tagged: bool = True) -> None:
-        """Remember the slot set of a layer that has been launched, or with None that it is not known."""
-        if tagged:
-            self.last[0] = (slot, self._is_capturing())
-
-    def _is_capturing(self) -> bool:
-        return self.on_gpu and torch.cuda.is_current_stream_capturing()
-
-
-_NO_COMM = _CommState((object(),) * 7, torch.zeros(0, dtype=torch.int64), [(None, False)], on_gpu=False)
 
 
 def _nanoseconds(wait_seconds: Any) -> int:

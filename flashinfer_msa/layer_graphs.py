@@ -329,24 +329,18 @@ class MSAIcpGraphStep:
         self._adopt(graphs)
         staging, decode_tokens = graphs.staging, 0
         # What is wrong with the keys or the slot is found before a capture begins.
-        last_slot: list[Any] = []
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._decode is not None:
             decode_tokens = self._decode.tokens
             self._decode.record(staging[:decode_tokens], index_k, slot=slot)
-            last_slot = self._decode._state.last
-        before = list(last_slot)
+            around = self._decode.captured(slot)
         if self._prefill is not None:
             self._prefill.record(staging[decode_tokens:], index_k)
         # A pool of a graph that lives can be shared; one whose graphs are all gone cannot be used again.
         pool = next((graph.pool for graph in graphs.layers.values()), None) or _new_pool()
         launch = functools.partial(self._launch, staging, index_k, slot)
-        try:
-            if self._decode is not None:
-                self._decode.require_slot(slot)
-                self._decode._state.note(None)
+        with around:
             captured, replay = _capture(launch, self._device, pool)
-        finally:
-            last_slot[:] = before  # a capture uses no slot set: the run below does
         held = (captured, self._prefill, self._decode, self._exchange)
         graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, index_k, held)
         self._owner._keep(self._key, graphs)

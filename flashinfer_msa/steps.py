@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backends.calls import DecodeChain
+from .backends.chains import DECODE_LAUNCHES, NUM_PUBLISH_LAUNCHES, PREFILL_LAUNCHES
 from .layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
+from .receive_storage import CheckedStorage, ReceiveStorage
 from .runtime import native
 from .score_plan import MSAIcpScorePlan, require_score_plan
 from .sizing import require_int
 
 if TYPE_CHECKING:
     from .backends.base import Chain
+    from .backends.calls import DecodeChain
     from .indexer import MSAIcpIndexerPlan
 
-_DECODE_LAUNCHES = ("scorer", "publisher", "merge")
-_PREFILL_LAUNCHES = ("scorer", "selection")
-_PUBLISHES, _ALL = 2, 3
-"""Launches of the first half of a decode chain, and of all of it."""
+Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]
+"""A prefill step's tokens ``start`` to ``end``, their block table and plan."""
 
 
 class MSAIcpDecodeStep:
@@ -41,33 +42,38 @@ class MSAIcpDecodeStep:
         All launch arguments except query, keys and slot: addresses, shapes, strides and numbers.
     """
 
-    def __init__(self, plan: MSAIcpIndexerPlan, call: DecodeChain, comm: Any, debug: bool) -> None:
+    def __init__(
+        self,
+        plan: MSAIcpIndexerPlan,
+        call: DecodeChain,
+        comm: Any,
+        checked: CheckedStorage,
+        keep: Callable[[DecodeChain], Chain],
+        debug: bool,
+    ) -> None:
+        """``keep`` keeps the launches of ``call`` with a slot set; ``checked`` is what is known of ``comm``."""
         self.plan = plan
         self._call, self._comm, self._debug = call, comm, _require_flag("debug", debug)
-        self._state = plan._comm_state(comm)
-        self._recv, self._last = comm.recv, self._state.last
-        plan._require_form(self._state, None, call.tagged)
+        self._checked, self._recv, self._last = checked, comm.recv, checked.last
+        checked.require_form(None, call.tagged)
         for name in ("num_valid_pages", "output"):
             if not isinstance(getattr(call, name), torch.Tensor):
                 raise ValueError(f"{name} must be a dense tensor, was {getattr(call, name)!r}")
         self.tokens = call.num_valid_pages.numel()
         self._tagged = call.tagged
-        self._chains = [self._chain(slot) for slot in range(NUM_SLOT_SETS)]
+        self._chains = [keep(call._replace(slot=slot)) for slot in range(NUM_SLOT_SETS)]
         self._bound = [False] * NUM_SLOT_SETS
         for chain in self._chains:
             chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
-        self._runs = [chain.runner(0, _ALL) for chain in self._chains]
-        self._publishes = [chain.runner(0, _PUBLISHES) for chain in self._chains]
+        self._runs = [chain.runner(0, len(DECODE_LAUNCHES)) for chain in self._chains]
+        self._publishes = [chain.runner(0, NUM_PUBLISH_LAUNCHES) for chain in self._chains]
         self._forms = self._forms_now()
         numbers = (call.tagged, call.enable_pdl, call.decode_query_len)
         self.key: Hashable = ("decode", id(plan), numbers, tuple(self._forms.items()))
 
-    def _chain(self, slot: int) -> Chain:
-        return self.plan._backend.decode_chain(self.plan, self._comm, self._call._replace(slot=slot))
-
     def _forms_now(self) -> dict[str, Any]:
         tensors = {name: value for name, value in self._call._asdict().items() if name not in ("state", "slot")}
-        tensors.update((f"comm.{name}", getattr(self._comm, name, None)) for name in self.plan._comm_fields)
+        tensors.update((f"comm.{name}", getattr(self._comm, name, None)) for name in ReceiveStorage._fields)
         return {name: _form(value) for name, value in tensors.items()}
 
     def run(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
@@ -95,7 +101,7 @@ class MSAIcpDecodeStep:
         self._require_comm()
         if self._debug:
             _require_equal(self._forms, self._forms_now())
-        self._chains[slot].run_bound(_PUBLISHES, _ALL)
+        self._chains[slot].run_bound(NUM_PUBLISH_LAUNCHES, len(DECODE_LAUNCHES))
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
         """Check everything for layers of a slot set with tensors like these, and launch nothing."""
@@ -110,7 +116,18 @@ class MSAIcpDecodeStep:
         if self._comm.recv is not self._recv:
             self._require_comm()
         if self._tagged and slot == self._last[0][0]:
-            self.plan._require_form(self._state, slot, True)
+            self._checked.require_form(slot, True)
+
+    @contextlib.contextmanager
+    def captured(self, slot: int) -> Iterator[None]:
+        """Capture a layer with this slot set inside. A capture uses none: each replay does, and then says so."""
+        self.require_slot(slot)
+        last = self._last[0]
+        self._checked.note(None)
+        try:
+            yield
+        finally:
+            self._last[0] = last
 
     def note_slot(self, slot: int) -> None:
         """Say that a layer with this slot set has been launched by a replay, which is never part of a capture."""
@@ -137,7 +154,7 @@ class MSAIcpDecodeStep:
             native.explain(run, (index_q, index_k), error)
             raise
         if self._tagged:
-            self._state.note(slot)
+            self._checked.note(slot)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         """Record what is launched for the first time, and compare where that is asked for."""
@@ -146,7 +163,7 @@ class MSAIcpDecodeStep:
             self.record(index_q, index_k, slot=slot)
         if self._debug:
             _require_equal(self._forms, self._forms_now())
-            _require_same_launches(self._chains[slot], index_q, index_k, _DECODE_LAUNCHES)
+            _require_same_launches(self._chains[slot], index_q, index_k, DECODE_LAUNCHES)
 
 
 class MSAIcpPrefillStep:
@@ -169,51 +186,26 @@ class MSAIcpPrefillStep:
     def __init__(
         self,
         plan: MSAIcpIndexerPlan,
-        windows: Iterable[tuple[int, int, torch.Tensor, MSAIcpScorePlan]],
-        score_scratch: torch.Tensor | None,
-        num_valid_pages: torch.Tensor,
-        send: torch.Tensor,
-        received: torch.Tensor,
-        output: torch.Tensor,
-        pool: torch.Tensor | None,
+        windows: Iterable[Window],
+        tensors: Mapping[str, torch.Tensor | None],
+        keep_local: Callable[[Window], Chain],
+        keep_merge: Callable[[], Chain],
         debug: bool,
     ) -> None:
+        """``tensors`` are the step's, by name; ``keep_local`` and ``keep_merge`` keep the launches of its parts."""
         self.plan, self._debug = plan, _require_flag("debug", debug)
-        self.tokens = _require_send(send)
+        self.tokens, num_valid_pages = _require_send(tensors["send"]), tensors["num_valid_pages"]
         if not isinstance(num_valid_pages, torch.Tensor) or tuple(num_valid_pages.shape) != (self.tokens,):
             was = tuple(num_valid_pages.shape) if isinstance(num_valid_pages, torch.Tensor) else repr(num_valid_pages)
             raise ValueError(f"num_valid_pages must have shape [tokens of send] = [{self.tokens}], was {was}")
         self._windows = _require_windows(windows, self.tokens)
-        self._tensors = {
-            "score_scratch": score_scratch,
-            "num_valid_pages": num_valid_pages,
-            "send": send,
-            "received": received,
-            "output": output,
-            "pool": pool,
-        }
-        self._locals = [
-            plan._backend.prefill_local_chain(
-                plan._local_call(
-                    None,
-                    None,
-                    block_table,
-                    window_plan,
-                    score_scratch,
-                    num_valid_pages[start:end],
-                    send[:, start:end],
-                    pool,
-                ),
-                self.tokens,
-                start,
-            )
-            for start, end, block_table, window_plan in self._windows
-        ]
-        self._merge = plan._backend.prefill_merge_chain(plan._merge_call(received, num_valid_pages, output))
+        self._tensors = tensors
+        self._locals = [keep_local(window) for window in self._windows]
+        self._merge = keep_merge()
         for chain in self._locals:
             chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
         self._merge.record(None, None)
-        self._runs = [chain.runner(0, len(_PREFILL_LAUNCHES)) for chain in self._locals]
+        self._runs = [chain.runner(0, len(PREFILL_LAUNCHES)) for chain in self._locals]
         self._bound = False
         self._forms = self._forms_now()
         self.key: Hashable = ("prefill", id(plan), tuple(self._forms.items()))
@@ -262,7 +254,7 @@ class MSAIcpPrefillStep:
         if self._debug:
             _require_equal(self._forms, self._forms_now())
             for chain in self._locals:
-                _require_same_launches(chain, index_q, index_k, _PREFILL_LAUNCHES)
+                _require_same_launches(chain, index_q, index_k, PREFILL_LAUNCHES)
 
     def merge(self) -> None:
         """Merge what the ranks sent for the heads that this rank owns."""
@@ -348,7 +340,7 @@ def _require_send(send: Any) -> int:
     return send.shape[1]
 
 
-def _require_windows(windows: Any, tokens: int) -> list[tuple[int, int, torch.Tensor, MSAIcpScorePlan]]:
+def _require_windows(windows: Any, tokens: int) -> list[Window]:
     """A step's windows: in order, disjoint, within its tokens, each with a plan of its own size."""
     if not isinstance(windows, Iterable) or isinstance(windows, (str, torch.Tensor)):
         raise ValueError(f"windows must be a sequence of (start, end, block_table, window_plan), was {windows!r}")

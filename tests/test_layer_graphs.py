@@ -22,9 +22,9 @@ import torch
 from flashinfer_msa import layer_graphs
 from flashinfer_msa.backends.checked_reference import TorchBackend
 from flashinfer_msa.comm import local_comm
-from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layer_graphs import MSAIcpGraphStep, MSAIcpLayerGraphs
 from flashinfer_msa.layout import HEAD_DIM, LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
+from flashinfer_msa.receive_storage import CheckedStorage
 from flashinfer_msa.simulate import (
     DecodeProblem,
     PrefillProblem,
@@ -89,7 +89,7 @@ class FakeGraphs:
                 staging.copy_(index_q)
             with self._monkeypatch.context() as patch:
                 # A CUDA graph does not know of slots.
-                patch.setattr(MSAIcpIndexerPlan, "_require_form", lambda *arguments: None)
+                patch.setattr(CheckedStorage, "require_form", lambda *arguments: None)
                 launch()
 
         return object(), replay

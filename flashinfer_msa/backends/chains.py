@@ -11,6 +11,13 @@ import torch
 
 from ..runtime import native
 
+DECODE_LAUNCHES = ("scorer", "publisher", "merge")
+"""Of a decode chain."""
+NUM_PUBLISH_LAUNCHES = 2
+"""Of a decode chain, those of its first half."""
+PREFILL_LAUNCHES = ("scorer", "selection")
+"""Of a prefill window's local part."""
+
 
 class KeptLaunches:
     """Launches that the launcher has checked and keeps; see ``native/recording.h``."""

@@ -28,7 +28,7 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
-from .chains import CheckedCalls
+from .chains import DECODE_LAUNCHES, CheckedCalls
 
 if TYPE_CHECKING:
     from ..indexer import MSAIcpIndexerPlan
@@ -317,7 +317,7 @@ class TorchBackend:
             if end == 0:
                 native.call("decode", False, *call.arguments(query, keys))
             else:
-                self.decode(plan, comm, call.arguments(query, keys, first == 0, end == 3))
+                self.decode(plan, comm, call.arguments(query, keys, first == 0, end == len(DECODE_LAUNCHES)))
 
         return CheckedCalls(run, call.num_valid_pages.numel())
 
