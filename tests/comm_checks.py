@@ -30,7 +30,9 @@ from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.runtime import shared
 from flashinfer_msa.simulate import (
     DecodeProblem,
+    Expected,
     PrefillProblem,
+    Problem,
     brute_force_top16,
     compare,
     exchange,
@@ -89,6 +91,12 @@ def refused(kind: type[Exception], says: str) -> Iterator[None]:
         raise AssertionError(f"nothing was raised where {says!r} was expected")
 
 
+def owned_top16(plan: MSAIcpIndexerPlan, problem: Problem) -> Expected:
+    """The brute force's answer for the heads that a rank owns."""
+    heads = slice(plan.rank * plan.heads_per_rank, (plan.rank + 1) * plan.heads_per_rank)
+    return Expected(*(part[:, heads] for part in brute_force_top16(problem, **FORCED)))
+
+
 class Rank:
     """One rank's side of decode steps over a few problems."""
 
@@ -102,7 +110,10 @@ class Rank:
         ]
         self.keys = [problem.shard(plan.rank) for problem in self.problems]
         self.scores = torch.empty(plan.decode_scores_shape(), device=plan.device)
-        self.heads = slice(plan.rank * plan.heads_per_rank, (plan.rank + 1) * plan.heads_per_rank)
+
+    def problem(self, layer: int) -> DecodeProblem:
+        """The problem that a layer decodes."""
+        return self.problems[layer % len(self.problems)]
 
     def publish(self, layer: int, slot: int, tagged: bool) -> None:
         """The first half of a layer."""
@@ -110,14 +121,14 @@ class Rank:
 
     def merge(self, layer: int, slot: int, tagged: bool) -> torch.Tensor:
         """The second half of a layer."""
-        output = self._output(layer)
-        valid = self.problems[layer % len(self.problems)].num_valid_pages
+        output = self.output(layer)
+        valid = self.problem(layer).num_valid_pages
         self.plan.decode_merge(valid, output, comm=self.comm, slot=slot, tagged=tagged)
         return output
 
     def decode(self, layer: int, slot: int, tagged: bool) -> torch.Tensor:
         """A whole layer."""
-        output = self._output(layer)
+        output = self.output(layer)
         self.plan.decode(*self._inputs(layer), output, comm=self.comm, slot=slot, tagged=tagged, **self._length(layer))
         return output
 
@@ -127,22 +138,20 @@ class Rank:
         assert counts.wrong == 0 and (self.plan.backend == "cake" or counts.near_ties == 0), (layer, counts)
 
     @functools.cached_property
-    def _expected(self) -> list[Any]:
-        whole = [brute_force_top16(problem, **FORCED) for problem in self.problems]
-        return [type(x)(*(part[:, self.heads] for part in x)) for x in whole]
+    def _expected(self) -> list[Expected]:
+        return [owned_top16(self.plan, problem) for problem in self.problems]
 
     def _inputs(self, layer: int) -> tuple[torch.Tensor, ...]:
-        which = layer % len(self.problems)
-        problem = self.problems[which]
-        tensors = (problem.index_q, self.keys[which], problem.block_table, problem.seq_lens, problem.num_valid_pages)
+        problem, keys = self.problem(layer), self.keys[layer % len(self.problems)]
+        tensors = (problem.index_q, keys, problem.block_table, problem.seq_lens, problem.num_valid_pages)
         return (*tensors, self.scores)
 
     def _length(self, layer: int) -> dict[str, int]:
-        return {"decode_query_len": self.problems[layer % len(self.problems)].decode_query_len}
+        return {"decode_query_len": self.problem(layer).decode_query_len}
 
-    def _output(self, layer: int) -> torch.Tensor:
-        tokens = len(self.problems[layer % len(self.problems)].index_q)
-        shape = (tokens, self.plan.heads_per_rank, TOP_K)
+    def output(self, layer: int) -> torch.Tensor:
+        """A poisoned output of a layer."""
+        shape = (len(self.problem(layer).index_q), self.plan.heads_per_rank, TOP_K)
         return torch.full(shape, -777, dtype=torch.int32, device=self.plan.device)
 
 
@@ -234,7 +243,7 @@ def waits_that_run_out(rank: int, tagged: bool) -> None:
                     msa_ops.msa_icp_merge_candidates(
                         recv,
                         valid,
-                        side._output(0),
+                        side.output(0),
                         comm.errors,
                         **FORCED,
                         spin_limit=7,
@@ -516,9 +525,7 @@ def prefill(rank: int, layout: str, place: Place) -> None:
     exchange_carriers(send, received)
     output = torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=plan.device)
     plan.prefill_merge(received, problem.num_valid_pages, output)
-    heads = slice(rank * plan.heads_per_rank, (rank + 1) * plan.heads_per_rank)
-    whole = brute_force_top16(problem, **FORCED)
-    counts = compare(output, type(whole)(*(part[:, heads] for part in whole)))
+    counts = compare(output, owned_top16(plan, problem))
     assert counts.wrong == 0 and (place.backend == "cake" or counts.near_ties == 0), counts
 
 
@@ -542,9 +549,8 @@ def killed_peer(rank: int, tagged: bool) -> float:
         with refused(RuntimeError, rf"rank {rank} waited .* for rank \d to merge and release {row}, and gives up"):
             side.publish(5, 2, False)
     begin = time.monotonic()
-    comm.close(
-        wait=world_size == 2
-    )  # with more ranks only the neighbours of the dead one know that the group is broken
+    # With more ranks only the neighbours of the dead one know that the group is broken.
+    comm.close(wait=world_size == 2)
     assert comm.closed and time.monotonic() - begin < 10
     return seconds
 

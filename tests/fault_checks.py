@@ -50,7 +50,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
             _synchronize(side)
         time.sleep(_GOES_AFTER)
         os.kill(os.getpid(), signal.SIGKILL)
-    output, valid = side._output(LAYERS), side.problems[LAYERS % len(side.problems)].num_valid_pages
+    output, valid = side.output(LAYERS), side.problem(LAYERS).num_valid_pages
     if wait == "publish":
         side.check(LAYERS, side.decode(LAYERS, slot, tagged))
     found: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_checks import FORCED, Place
+from comm_checks import Place, owned_top16
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import exchange_carriers
@@ -21,10 +21,8 @@ from flashinfer_msa.simulate import (
     TENSOR_CORE_ERROR,
     Comparison,
     DecodeProblem,
-    Expected,
     PrefillProblem,
     Problem,
-    brute_force_top16,
     compare,
     random_e4m3,
 )
@@ -78,7 +76,7 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
             problem = DecodeProblem.random(
                 plan.layout, **batch, decode_query_len=query_len, device=plan.device, seed=query_len
             )
-            keys, expected = problem.shard(rank), _owned(plan, problem)
+            keys, expected = problem.shard(rank), owned_top16(plan, problem)
             for tagged, chain in itertools.product((False, True), CHAINS):
                 counts = Comparison()
                 for slot in range(NUM_SLOT_SETS):
@@ -113,7 +111,7 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
         plan.layout, seq_lens=(5000, 300, 0, 2000), decode_query_len=2, device=plan.device, seed=3
     )
     problems, keys = _with_other_queries(problem, 4), problem.shard(rank)
-    expected = [_owned(plan, each) for each in problems]
+    expected = [owned_top16(plan, each) for each in problems]
     tokens = len(problem.index_q)
     queries = [torch.empty_like(problem.index_q) for _ in range(_LAYERS)]
     scores, _ = planes(plan, tokens)
@@ -188,7 +186,7 @@ def _prefill_ways(
 ) -> Iterator[tuple[str, Comparison]]:
     problems, keys = _with_other_queries(problem, 2), problem.shard(plan.rank)
     near_tie = TENSOR_CORE_ERROR * 2 if plan.backend == "cake" else NEAR_TIE
-    expected = [_owned(plan, each) for each in problems]
+    expected = [owned_top16(plan, each) for each in problems]
     for each in expected:
         each.ids[problem.num_valid_pages == 0, :, 0] = 0  # which is so in prefill alone
     query, total = problem.index_q.clone(), len(problem.index_q)
@@ -248,12 +246,6 @@ def _captured(
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
-
-
-def _owned(plan: MSAIcpIndexerPlan, problem: Problem) -> Expected:
-    """The brute force's answer for the heads that a rank owns."""
-    heads = slice(plan.rank * plan.heads_per_rank, (plan.rank + 1) * plan.heads_per_rank)
-    return Expected(*(part[:, heads] for part in brute_force_top16(problem, **FORCED)))
 
 
 def _with_other_queries(problem: Any, count: int) -> list[Any]:

@@ -130,8 +130,8 @@ def test_decoder(name: str, mode: str | None, tagged: bool, layers: int, replays
         if batch == len(LENGTHS):
             assert compare(selected[0], best).wrong == 0
         for one, other in zip(groups[0].comms, groups[1].comms, strict=True):
-            for name in COUNTERS:
-                assert torch.equal(getattr(one, name), getattr(other, name)), (step, name)
+            for counter in COUNTERS:
+                assert torch.equal(getattr(one, counter), getattr(other, counter)), (step, counter)
     for rank, (a, b) in enumerate(zip(eager.scores, ours.scores, strict=True)):
         assert_equal(b, a, f"scores of rank {rank}")
     # There is a graph for each batch and first slot set, whose first two runs may be no replays.
