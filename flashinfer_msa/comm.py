@@ -12,8 +12,9 @@ import hashlib
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -70,6 +71,10 @@ class MSAIcpComm:
     expected_generations: torch.Tensor
     errors: torch.Tensor
 
+    def __reduce__(self) -> Any:
+        # The bases would still be those of this storage, and mean nothing in another process.
+        raise TypeError("receive storage cannot be copied or pickled, since peers store at its addresses: make another")
+
 
 @dataclass(frozen=True, eq=False)
 class MSAIcpGroupComm(MSAIcpComm):
@@ -91,6 +96,7 @@ class MSAIcpGroupComm(MSAIcpComm):
     group: dist.ProcessGroup
     memory: str
     _handle: Any
+    _closing: threading.RLock = field(default_factory=threading.RLock)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"memory={self.memory!r}"
@@ -114,8 +120,11 @@ class MSAIcpGroupComm(MSAIcpComm):
             where a rank may be dead: its peers would wait for the timeout of the group. A group that has been
             destroyed, or that a dead rank has broken, is not waited for.
         """
-        if self.closed:
-            return
+        with self._closing:
+            if not self.closed:
+                self._close(wait)
+
+    def _close(self, wait: bool) -> None:
         device = self.plan.device
         try:
             _synchronize(device)
@@ -129,7 +138,7 @@ class MSAIcpGroupComm(MSAIcpComm):
         finally:
             self.plan._forget_comm(self)
             shared.forget(self.storages)
-            for name in (*(field.name for field in fields(MSAIcpComm)), "_handle"):
+            for name in (*(part.name for part in fields(MSAIcpComm)), "_handle"):
                 object.__setattr__(self, name, None)
 
     def __enter__(self) -> MSAIcpGroupComm:
@@ -520,7 +529,7 @@ def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.Pr
     if world_size not in WORLD_SIZES:
         raise ValueError(f"group must have {' or '.join(map(str, WORLD_SIZES))} ranks, had {world_size}")
     for name, tensor in (("send", send), ("received", received)):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
             raise ValueError(f"{name} must be a dense tensor, was {tensor!r}")
         if tensor.dtype is not torch.int32:
             raise ValueError(f"{name} must be torch.int32, was {tensor.dtype}")
@@ -537,6 +546,8 @@ def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.Pr
             )
     if received.device != send.device:
         raise ValueError(f"received must be on {send.device} like send, was on {received.device}")
+    if send.device.type not in _MEMORIES:
+        raise ValueError(f"send must be on the CPU or a CUDA device, was on {send.device}")
     if send.device.type == "cuda" and "cuda:gloo" in (backends := dist.get_backend_config(group)):
         raise ValueError(f"group must have a backend that exchanges CUDA tensors, such as nccl, had {backends}")
     if send.numel() == 0:

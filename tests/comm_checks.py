@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -409,6 +410,14 @@ def closing(rank: int, place: Place) -> None:
     fourth.close(wait=False)
     dist.barrier()
 
+    # From several threads at once it is closed once, though its peer comes late.
+    sixth = place.comm(plan)
+    with ThreadPoolExecutor(3 if rank else 1) as threads:
+        time.sleep(0.2 * late)
+        for closed in [threads.submit(sixth.close) for _ in range(3)]:
+            closed.result(timeout=20)
+    dist.barrier()
+
     group = dist.new_group(list(range(layout.world_size)))
     fifth = place.comm(plan, group)
     dist.barrier()
@@ -484,6 +493,8 @@ def exchange_refuses(rank: int) -> None:
         (None, received, "send must be a dense tensor, was None"),
         (send, [received], "received must be a dense tensor, was "),
         (send.to_sparse(), received, "send must be a dense tensor, was "),
+        (torch.nested.nested_tensor(list(send)), received, "send must be a dense tensor, was "),
+        (send.to("meta"), received.to("meta"), "send must be on the CPU or a CUDA device, was on meta"),
         (send.long(), received, r"send must be torch\.int32, was torch\.int64"),
         (send, received.float(), r"received must be torch\.int32, was torch\.float32"),
         (send[0], received, r"send must have shape \(4, T, 33\), was \(5, 33\)"),

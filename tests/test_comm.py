@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import comm_checks as checks
 import pytest
@@ -11,7 +14,7 @@ import torch
 from comm_checks import Place
 from process_group import ProcessGroup, RankError
 
-from flashinfer_msa.comm import allocate_comm, exchange_carriers
+from flashinfer_msa.comm import allocate_comm, exchange_carriers, local_comm
 from flashinfer_msa.layout import LAYOUTS, WORLD_SIZES
 
 CPU = Place()
@@ -105,6 +108,15 @@ def test_carriers_are_exchanged_as_simulated(group: ProcessGroup) -> None:
 
 def test_bad_carriers_are_refused(group: ProcessGroup) -> None:
     group.run(checks.exchange_refuses)
+
+
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
+def test_storage_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    """A copy would publish into the rows of the original, or in another process anywhere."""
+    layout = LAYOUTS["p256_tp2"]
+    comm = local_comm([CPU.plan(rank, layout) for rank in range(2)])[0]
+    with pytest.raises(TypeError, match=r"^receive storage cannot be copied or pickled"):
+        copied(comm)
 
 
 def test_without_a_group() -> None:
