@@ -296,7 +296,7 @@ def _decode(
 
 
 def decode(
-    indexer: MSAIcpIndexerPlan,
+    known: Known,
     comm: Any,
     slot: int,
     tagged: bool,
@@ -308,7 +308,6 @@ def decode(
     merges: bool = True,
 ) -> None:
     """Call the operator of the decode chain; ``half`` is what it publishes from, as ``PublishHalf`` has it, or None."""
-    known = indexer._known
     torch.ops.flashinfer_msa.decode.default(
         known.indexer,
         known.comms.get(id(comm), _UNKNOWN),

@@ -331,7 +331,7 @@ accumulation
         """
         if torch.compiler.is_compiling():
             half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
+            return custom_ops.decode(self._known, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
         state = self._comm_state(comm)
         state.require_form(slot, tagged)
         _require_output(output)
@@ -362,7 +362,9 @@ accumulation
         """
         if torch.compiler.is_compiling():
             half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, half, None, merges=False)
+            return custom_ops.decode(
+                self._known, comm, slot, tagged, enable_pdl, num_valid_pages, half, None, merges=False
+            )
         state = self._comm_state(comm)
         state.require_form(slot, tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
@@ -381,7 +383,7 @@ accumulation
     ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
         if torch.compiler.is_compiling():
-            return custom_ops.decode(self, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
+            return custom_ops.decode(self._known, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
         state = self._comm_state(comm)
         state.require_form(None, tagged)
         _require_output(output)

@@ -221,8 +221,7 @@ class MSAIcpGraphStep:
         if self._staging is None:
             # Written outside inference mode too.
             with torch.inference_mode(False):
-                self._stage(torch.empty(self._shape, dtype=torch.float8_e4m3fn, device=self._device))
-        assert self._staging is not None
+                self._staging = torch.empty(self._shape, dtype=torch.float8_e4m3fn, device=self._device)
         return self._staging
 
     def run(self, layer: int, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int = 0) -> None:
@@ -347,11 +346,7 @@ class MSAIcpGraphStep:
         self._run_graph(graph, index_q, slot)
 
     def _adopt(self, graphs: _KeyGraphs) -> None:
-        self._layers, self._latest = graphs.layers, graphs.latest
-        self._stage(graphs.staging)
-
-    def _stage(self, staging: torch.Tensor) -> None:
-        self._staging = staging
+        self._layers, self._latest, self._staging = graphs
 
     def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
         if self._decode is not None:
@@ -375,7 +370,11 @@ class _LayerGraph(NamedTuple):
 
 
 class _KeyGraphs(NamedTuple):
-    """The graphs of one step key, by ``_layer_key``, and the query ``[T, 4, 128]`` that they all read."""
+    """The graphs of one step key, by ``_layer_key``, and the query ``[T, 4, 128]`` that they all read.
+
+    ``latest`` has them by layer, slot and the address of the keys, which is quicker: what it finds is right where the
+    keys are the very tensor of the capture.
+    """
 
     layers: dict[tuple[Any, ...], _LayerGraph]
     latest: dict[tuple[int, int, int], _LayerGraph]

@@ -473,6 +473,7 @@ def msa_icp_index_score_sharded_plan_device(
         total_q=total_q,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        # A device is not asked while code is traced: the operator, which takes all else, asks when it runs.
         multiprocessors=0 if torch.compiler.is_compiling() else multiprocessors_of(packed_work_range),
     )
     find_backend(backend).prefill_plan(call)

@@ -47,7 +47,7 @@ class KeptLaunches:
 
     def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
         """Check everything and keep it."""
-        words = self._make_words()
+        words = self._make_words()  # what is refused leaves what was kept before as it is
         self._keep(words, index_q, index_k)
         self._words.copy_(words)
 
@@ -95,7 +95,7 @@ class CheckedCalls:
         self._run(None, None, first, end)
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
-        """There is no other path."""
+        """-1: there is no other path."""
         return -1
 
 

@@ -191,9 +191,8 @@ class DecodeCase:
             pool = torch.empty(size, dtype=torch.uint8, device="cuda")
 
         def call(k: torch.Tensor, comm: MSAIcpComm) -> Callable[[], None]:
-            slots = itertools.cycle(
-                range(NUM_SLOT_SETS)
-            )  # no slot set twice in a row: a call runs once and is captured
+            # A call runs once and is captured then, each time with another slot set: none may come twice in a row.
+            slots = itertools.cycle(range(NUM_SLOT_SETS))
             return lambda: self.chain(k, comm, next(slots), pool)
 
         chains = [call(k, comm) for k, comm in zip(keys, armed.comms, strict=True)]
