@@ -151,6 +151,7 @@ class MSAIcpGroupComm(MSAIcpComm):
         self.close(wait=kind is None)
 
 
+@torch.inference_mode(False)  # written outside inference mode too
 def local_comm(plans: Sequence[MSAIcpIndexerPlan]) -> list[MSAIcpComm]:
     """Receive storage for ranks that all live in this process.
 
@@ -244,6 +245,7 @@ def _comm_fields(plan: MSAIcpIndexerPlan, storages: Sequence[torch.Tensor]) -> d
 # --- one rank a process -----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # written outside inference mode too
 def allocate_comm(
     plan: MSAIcpIndexerPlan, group: dist.ProcessGroup | None = None, *, memory: str = "auto"
 ) -> MSAIcpGroupComm:
@@ -412,7 +414,7 @@ def _share_files(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[lis
         def connect() -> None:
             for path in paths:
                 os.stat(path)  # a path that is another one in this process would be created
-                storages.append(torch.from_file(path, shared=True, size=words, dtype=torch.int32))
+                storages.append(torch.from_file(path, shared=True, size=words, dtype=torch.int32, device="cpu"))
 
         paths = _gather(group, plan.device, create)
         _gather(group, plan.device, connect)

@@ -275,6 +275,7 @@ def _decode(
             "referenced: call check_comm(comm) once"
         )
     given = (publish_generations, expected_generations, errors)
+    known = storage
     if any(getattr(storage, name) is not tensor for name, tensor in zip(_COUNTERS, given, strict=True)):
         # A compiler that does not write in place hands over copies, and copies them back.
         storage = ReceiveStorage(
@@ -283,7 +284,9 @@ def _decode(
     form: dict[str, Any] = {"comm": storage, "slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
     half = {"decode_query_len": decode_query_len, "pool": pool}
     keys = (index_q, index_k, block_table, seq_lens)
-    plan._comm_state(storage).note(None)  # replays of compiled code are not seen here
+    # Replays of compiled code are not seen here, whichever counters it uses.
+    plan._comm_state(known).note(None)
+    plan._comm_state(storage).note(None)
     try:
         if not publishes:
             plan.decode_merge(num_valid_pages, output, **form)

@@ -33,8 +33,8 @@ def make_host_plan(
     storage = msa_icp_index_score_plan_storage(
         num_qo_heads=NUM_HEADS, total_q=total_q, batch=max(batch, 1), device=device
     )
-    work_range = torch.zeros(storage["work_range_numel"], dtype=torch.int64)
-    work_info = torch.zeros(storage["work_info_numel"], dtype=torch.int64)
+    work_range = torch.zeros(storage["work_range_numel"], dtype=torch.int64, device="cpu")
+    work_info = torch.zeros(storage["work_info_numel"], dtype=torch.int64, device="cpu")
     reference.prefill_plan(
         qo_segment_lens,
         kv_segment_lens,

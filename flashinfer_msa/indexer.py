@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ accumulation
         Windows of at most so many tokens run the separate chain even with a pool, in scratch that the indexer owns.
     """
 
+    @torch.inference_mode(False)  # what it owns is written outside inference mode too
     def __init__(
         self,
         *,
@@ -155,6 +157,11 @@ accumulation
             f"accumulation={self.accumulation!r}, backend={self.backend!r})"
         )
 
+    def __reduce__(self) -> Any:
+        # A copy is an indexer of the same limits: what this one knows of storage and of compiled code is its own.
+        limits = {name: getattr(self, name) for name in inspect.signature(MSAIcpIndexerPlan).parameters}
+        return functools.partial(MSAIcpIndexerPlan, **limits), ()
+
     def _pitch(self, max_seq_len: int) -> int:
         columns = msa_icp_index_score_columns(max_seq_len, self.page_size)
         return ceil_div(columns, _PITCH_COLUMNS) * _PITCH_COLUMNS
@@ -235,6 +242,7 @@ accumulation
                 *(field.data_ptr() for field in fields),
             ],
             dtype=torch.int64,
+            device="cpu",  # whatever the default device
         )
         last = self._last_slots.setdefault(fields.publish_generations, [(None, False)])
         self._checked_comm = CheckedStorage(

@@ -14,7 +14,7 @@ import torch
 from .layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS
 from .runtime import native
 from .sizing import require_int
-from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
+from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, NotCopied
 
 if TYPE_CHECKING:
     from .indexer import MSAIcpIndexerPlan
@@ -23,7 +23,7 @@ _MAX_SEEN_KEYS = 256
 """Step keys without graphs whose steps are counted; a bound on memory where buffers never come again."""
 
 
-class MSAIcpLayerGraphs:
+class MSAIcpLayerGraphs(NotCopied):
     """CUDA graphs of the layers of an indexer's steps. Made by :meth:`MSAIcpIndexerPlan.layer_graphs`.
 
     The key of a step is every launch argument of its prepared steps except the query and the keys (addresses, shapes,
@@ -181,7 +181,7 @@ class MSAIcpLayerGraphs:
             self.stats["evicted_keys"] += 1
 
 
-class MSAIcpGraphStep:
+class MSAIcpGraphStep(NotCopied):
     """A step that has begun. Made by :meth:`MSAIcpLayerGraphs.begin_step`."""
 
     def __init__(

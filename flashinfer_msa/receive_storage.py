@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class CheckedStorage(NamedTuple):
         if tagged is False:
             return
         if tagged is True and self.num_sparse_layers >= 2:
-            if isinstance(slot, int) and self.follows_itself(slot):
+            if isinstance(slot, (int, numbers.Integral)) and self.follows_itself(slot):
                 raise ValueError(
                     f"slot must be another one than that of the layer before with tagged rows, was {slot} twice: let "
                     "it be a counter over all layers of all steps, modulo 3"
@@ -118,7 +119,7 @@ class CheckedStorage(NamedTuple):
 
 NO_STORAGE = CheckedStorage(
     ReceiveStorage(*(object() for _ in ReceiveStorage._fields)),  # type: ignore[arg-type]
-    torch.zeros(0, dtype=torch.int64),
+    torch.zeros(0, dtype=torch.int64, device="cpu"),
     [(None, False)],
     on_gpu=False,
     num_sparse_layers=0,

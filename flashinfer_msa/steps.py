@@ -25,7 +25,14 @@ Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]
 """A prefill step's tokens ``start`` to ``end``, their block table and plan."""
 
 
-class MSAIcpDecodeStep:
+class NotCopied:
+    """Holds addresses, which a copy in this process or another would use for what they no longer are."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"an {type(self).__name__} cannot be copied or pickled, since it holds addresses: make another")
+
+
+class MSAIcpDecodeStep(NotCopied):
     """A decode step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_decode_step`.
 
     The first layer of each slot set runs all host checks. Later ones check shape, strides, dtype and device of query
@@ -166,7 +173,7 @@ class MSAIcpDecodeStep:
             _require_same_launches(self._chains[slot], index_q, index_k, DECODE_LAUNCHES)
 
 
-class MSAIcpPrefillStep:
+class MSAIcpPrefillStep(NotCopied):
     """A prefill step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_prefill_step`.
 
     The first layer runs all host checks. Later ones check shape, strides, dtype and device of query and keys, which
@@ -329,15 +336,20 @@ def _require_flag(name: str, value: Any) -> bool:
 
 def _require_send(send: Any) -> int:
     """Tokens of a step's carrier."""
-    if (
-        not isinstance(send, torch.Tensor)
-        or send.dim() != 3
-        or send.shape[0] != NUM_HEADS
-        or send.shape[2] != ROW_WORDS
-    ):
-        was = list(send.shape) if isinstance(send, torch.Tensor) else repr(send)
-        raise ValueError(f"send must be a tensor of shape [{NUM_HEADS}, tokens, {ROW_WORDS}], was {was}")
-    return send.shape[1]
+    if not isinstance(send, torch.Tensor) or send.layout is not torch.strided or send.is_nested:
+        raise ValueError(f"send must be a dense tensor of shape [{NUM_HEADS}, tokens, {ROW_WORDS}], was {send!r}")
+    if send.dim() != 3 or send.shape[0] != NUM_HEADS or send.shape[2] != ROW_WORDS:
+        raise ValueError(f"send must have shape [{NUM_HEADS}, tokens, {ROW_WORDS}], was {list(send.shape)}")
+    if send.dtype is not torch.int32:
+        raise ValueError(f"send must be torch.int32, was {send.dtype}")
+    tokens, (head, row, _) = send.shape[1], send.stride()
+    # Windows are checked one by one, and their rows may overlap those of others.
+    if tokens > 1 and (row < ROW_WORDS or head < tokens * row):
+        raise ValueError(
+            f"send must have rows that do not overlap, strides of at least "
+            f"[{tokens} * that of a row, {ROW_WORDS}, 1], had {list(send.stride())}"
+        )
+    return tokens
 
 
 def _require_windows(windows: Any, tokens: int) -> list[Window]:

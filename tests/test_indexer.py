@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -295,6 +298,61 @@ def test_a_score_plane_larger_than_the_step_is_fine(tagged: bool) -> None:
     )
     assert torch.equal(output, brute_force_top16(problem, init_blocks=1, local_blocks=2).ids[:, :2])
     assert not plane[:4, :, :4].isnan().any() and plane[4:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "copied", (copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))), ids=("deep", "pickle")
+)
+def test_a_copy_is_an_indexer_of_the_same_limits(copied: Callable[[Any], Any]) -> None:
+    """It knows nothing of the storage and the compiled code of the original."""
+    ranks = Ranks(LAYOUTS["p256_tp4"], wait_seconds=2.5, accumulation="exact")
+    plans, plan = ranks.plans, ranks.plans[2]
+    plan.check_comm(ranks.comms[2])
+    other = copied(plan)
+    names = inspect.signature(MSAIcpIndexerPlan).parameters
+    assert len(names) == 17 and all(getattr(other, name) == getattr(plan, name) for name in names)
+    assert repr(other) == repr(plan) and other._work_range.data_ptr() != plan._work_range.data_ptr()
+    assert other._known.indexer != plan._known.indexer and other._checked_comm is not plan._checked_comm
+    other.check_comm(local_comm([*plans[:2], other, plans[3]])[2])
+
+
+@pytest.mark.parametrize("where", (lambda: torch.device("meta"), torch.inference_mode), ids=("device", "inference"))
+def test_the_callers_modes_do_not_matter(where: Callable[[], Any]) -> None:
+    """Not the default device, and what is made in inference mode is written outside."""
+    problem = DecodeProblem.random(LAYOUTS["p128_tp2"], seq_lens=[700, 5], decode_query_len=1)
+    valid, shards = problem.num_valid_pages, [problem.shard(rank) for rank in range(2)]
+    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2).ids
+    lens = torch.tensor([3, 2], dtype=torch.int32)
+    with where():
+        ranks = Ranks(problem.layout)
+        plans, comms = ranks.plans, ranks.comms
+        outputs = [torch.zeros(2, 2, 16, dtype=torch.int32, device="cpu") for _ in plans]
+        scores = torch.zeros(plans[0].decode_scores_shape(), device="cpu")
+        steps = [
+            plan.prepare_decode_step(
+                problem.block_table,
+                problem.seq_lens,
+                valid,
+                scores,
+                output,
+                comm=comm,
+                tagged=True,
+                decode_query_len=1,
+            )
+            for plan, comm, output in zip(plans, comms, outputs, strict=True)
+        ]
+        for step, keys in zip(steps, shards, strict=True):
+            step.publish(problem.index_q, keys, slot=0)
+        for step in steps:
+            step.merge(slot=0)
+        host_plan = msa_ops.msa_icp_index_score_sharded_plan(
+            lens, lens, 4, qo_offset=lens - lens, device="cpu", backend="torch"
+        )
+    assert torch.equal(torch.cat(outputs, 1), expected)
+    assert host_plan.packed_work_info.any() and host_plan.packed_work_info.device.type == "cpu"
+    for tensor in (*vars(comms[0]).values(), *vars(plans[0]).values()):
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
 
 
 @every_layout

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,6 +190,35 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
     step.note_slot(0)  # a replay of a captured layer counts
     with pytest.raises(ValueError, match="was 0 twice"):
         step.run(query, keys, slot=0)
+
+
+@pytest.mark.parametrize("kind", (np.int32, np.int64, np.uint8))
+def test_slots_of_numpy_are_slots(kind: type) -> None:
+    ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True)
+    query, keys, problem = ranks.problem.index_q, ranks.shards[0], ranks.problem
+    scores = torch.zeros(ranks.plans[0].decode_scores_shape())
+
+    def publish(slot: Any) -> None:
+        arguments = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
+        form = {"comm": ranks.comms[0], "tagged": True, "decode_query_len": 2}
+        ranks.plans[0].decode_publish(query, keys, *arguments, slot=slot, **form)
+
+    publish(kind(0))
+    ranks.steps[0].publish(query, keys, slot=kind(1))
+    for slot in (1, kind(1)):
+        for again in (publish, lambda slot: ranks.steps[0].publish(query, keys, slot=slot)):
+            with pytest.raises(ValueError, match=r"^slot must be another one .* was 1 twice"):
+                again(slot)
+
+
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
+def test_what_holds_addresses_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    step = DecodeRanks(LAYOUTS["p128_tp2"]).steps[0]
+    graphs = step.plan.layer_graphs()
+    begun = graphs.begin_step(decode=step, decode_tokens=step.tokens)
+    for thing in (step, PrefillRanks(LAYOUTS["p128_tp2"]).steps[0], graphs, begun):
+        with pytest.raises(TypeError, match=f"^an {type(thing).__name__} cannot be copied or pickled"):
+            copied(thing)
 
 
 def test_each_comm_has_a_sequence_of_slot_sets() -> None:
@@ -404,9 +436,16 @@ BAD_PREFILL: dict[str, tuple[str, Any, str]] = {
     "size": ("windows", spans((0, 59)), r"window_plan of windows\[0\] must have total_q == .* 59, was 60"),
     "no plan": ("windows", lambda w: [(0, 60, w[0][2], None)], r"window_plan of windows\[0\] must .*"),
     "block table": ("windows", lambda w: [(0, 60, w[0][2][:0], w[0][3])], "block_table must have shape .*"),
-    "send": ("send", lambda send: send[:3], r"send must be .*\[4, tokens, 33\], was \[3, 112, 33\]"),
+    "send": ("send", lambda send: send[:3], r"send must have shape \[4, tokens, 33\], was \[3, 112, 33\]"),
     "no send": ("send", lambda send: None, "send must be .*, was None"),
-    "send dtype": ("send", lambda send: send.long(), "carrier_view must be torch.int32, was torch.int64"),
+    "send dtype": ("send", lambda send: send.long(), "send must be torch.int32, was torch.int64"),
+    "sparse send": ("send", lambda send: send.to_sparse(), "send must be a dense tensor"),
+    "nested send": ("send", lambda send: torch.nested.nested_tensor(list(send)), "send must be a dense tensor"),
+    "heads of send overlap": (
+        "send",
+        lambda send: send.as_strided(send.shape, (60 * ROW_WORDS, ROW_WORDS, 1)),  # not within a window
+        r"send must have rows that do not overlap, .*, had \[1980, 33, 1\]",
+    ),
     "valid": ("num_valid_pages", lambda valid: valid[:9], r"num_valid_pages must have shape .*\[112\], was \(9,\)"),
     "no valid": ("num_valid_pages", lambda valid: None, "num_valid_pages must have shape .*, was None"),
     "received": ("received", lambda received: received[:1], "received must have shape .*"),

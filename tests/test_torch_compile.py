@@ -309,6 +309,24 @@ def test_batches_share_a_graph() -> None:
     assert counter.frame_count == 0
 
 
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_slot_sets_of_compiled_code_come_between(backend: str) -> None:
+    """A slot set may come back in eager code after another one in compiled code, whose counters may be copies."""
+    step, group = problem(), Group.make()
+    shard = step.shard(0)
+
+    def publish(slot: int) -> None:
+        group.publish(0, step, shard, slot=slot, tagged=True)
+
+    publish(0)
+    compiled(publish, backend)(1)
+    publish(0)
+    generations = group.comms[0].publish_generations[:, :, : len(step.index_q)]
+    assert [set(of_slot.flatten().tolist()) for of_slot in generations] == [{2}, {1}, {0}]
+    with pytest.raises(ValueError, match=r"^slot must be another one .* was 0 twice"):
+        publish(0)
+
+
 def test_order_of_a_graph() -> None:
     """Compilers may reorder what shares nothing: every chain of a device writes one word, at a fixed address."""
     graphs: list[torch.fx.GraphModule] = []

@@ -39,7 +39,7 @@ class KeptLaunches:
 
     @staticmethod
     def _make_words() -> torch.Tensor:
-        return torch.zeros(native.operation("recording_words")(), dtype=torch.int64)
+        return torch.zeros(native.operation("recording_words")(), dtype=torch.int64, device="cpu")
 
     def _keep(self, words: torch.Tensor, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
         native.call(self._operation, words, *self._arguments(index_q, index_k))

@@ -272,7 +272,7 @@ def select_rows(
     chosen = chosen.gather(-1, order)
     best = best.masked_fill(~chosen, 0)
     rows = torch.empty(*scores.shape[:-1], 2, TOP_K, dtype=torch.int32, device=scores.device)
-    rows[..., 0, :] = torch.tensor(-torch.inf, dtype=torch.float32).view(torch.int32)
+    rows[..., 0, :] = torch.tensor(-torch.inf, dtype=torch.float32, device=rows.device).view(torch.int32)
     rows[..., 1, :] = -1
     places = best.shape[-1]
     rows[..., 0, :places] = torch.where(chosen, scores.view(torch.int32).gather(-1, best), rows[..., 0, :places])
