@@ -16,16 +16,25 @@ if [[ $(cat "$out/sources" 2> /dev/null) != "$digest" ]]; then
   echo "$digest" > "$out/sources"
 fi
 
-status=0
-if [[ ! -f $out/tests.xml ]]; then
-  tests=0
-  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$out/tests.part.xml" 2>&1 | tee "$out/tests.log" || tests=$?
-  ((tests > 1)) || mv "$out/tests.part.xml" "$out/tests.xml"  # else it was interrupted
-  ((tests == 0)) || status=1
+# What has failed, or been interrupted, is of this run alone: only what was finished has a name that a later run finds.
+status=0 report=$out/tests.xml rows=$out/bench.json
+if [[ ! -f $report ]]; then
+  report=$out/tests.part.xml tests=0
+  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$report" 2>&1 | tee "$out/tests.log" || tests=$?
+  case $tests in
+    0) mv "$report" "$out/tests.xml" && report=$out/tests.xml ;;
+    1) status=1 ;;
+    *) rm -f "$report" && status=1 ;;  # no report of all tests
+  esac
 fi
-if [[ ! -f $out/bench.json ]]; then
-  timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$out/bench.json" 2>&1 |
-    tee "$out/bench.log" || status=1
+if [[ ! -f $rows ]]; then
+  rows=$out/bench.part.json
+  rm -f "$rows"
+  if timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$rows" 2>&1 | tee "$out/bench.log"; then
+    mv "$rows" "$out/bench.json" && rows=$out/bench.json
+  else
+    status=1
+  fi
 fi
 
 # The sanitizer slows everything down and times nothing, so its tools run side by side, the slowest on a GPU of its own
@@ -44,10 +53,15 @@ sanitize() {
     compute-sanitizer --tool "$1" "${@:2}" --error-exitcode 9 --print-limit 20 \
     "$python" -m pytest "${tests[@]}" -m "gpu and not traps" -q -p no:cacheprovider > "$out/$1.log" 2>&1
 }
+# Whether a tool and the tests under it came to their ends, and found nothing.
+is_clean() {
+  grep -qs "SUMMARY: 0 " "$1" && grep -q "[0-9] passed" "$1" &&
+    ! grep -v "SUMMARY: 0 " "$1" | grep -Eq "SUMMARY: [1-9]|[0-9] (failed|error)"
+}
 arguments=()
 for tool in "${tools[@]}"; do
   arguments+=(--sanitizer "$tool=$out/$tool.log")
-  if grep -qs "SUMMARY: 0 " "$out/$tool.log" && ! grep -q "[0-9] failed" "$out/$tool.log"; then
+  if is_clean "$out/$tool.log"; then
     continue
   fi
   options=()
@@ -62,6 +76,6 @@ for tool in "${tools[@]}"; do
   tail -n 4 "$out/$tool.log"
 done
 
-"$python" scripts/gpu_record.py --write single --junit "$out/tests.xml" --bench "$out/bench.json" "${arguments[@]}"
+"$python" scripts/gpu_record.py --write single --junit "$report" --bench "$rows" "${arguments[@]}"
 cp tests/gpu/record.json "$out/record.json"
 exit $status
