@@ -112,6 +112,12 @@ def test_ranks_hold_the_shards_of_the_cache(modules: tuple[ModuleType, ModuleTyp
         assert torch.equal(cache.shards[0][:6].view(torch.uint8), problem.shard(rank).view(torch.uint8))
 
 
+def test_a_request_may_have_no_token_yet(modules: tuple[ModuleType, ModuleType]) -> None:
+    serving, _ = modules
+    request, pool = serving.Request(prompt=0, total=1), serving.PagePool(1, 128, seed=0)
+    assert request.grow(0, pool).dtype is torch.int64 and request.grow(1, pool).tolist() == [0]
+
+
 def test_scheduler_gives_every_page_to_one_request(modules: tuple[ModuleType, ModuleType]) -> None:
     """All requests finish in a pool too small for them at once; no page has two owners, and all come back."""
     serving, example = modules

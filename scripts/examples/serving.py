@@ -91,7 +91,8 @@ class Request:
         self.length += tokens
         while len(self.pages) < pool.pages_of(self.length):
             self.pages.append(pool.allocate())
-        return torch.tensor(self.pages)[positions // pool.page_size] * pool.page_size + positions % pool.page_size
+        pages = torch.tensor(self.pages, dtype=torch.int64)
+        return pages[positions // pool.page_size] * pool.page_size + positions % pool.page_size
 
 
 class IndexKeyCache:
