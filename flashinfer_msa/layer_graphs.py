@@ -236,7 +236,8 @@ class MSAIcpGraphStep(NotCopied):
             made on the current stream.
         index_k : torch.Tensor
             float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows of the layer, as
-            :meth:`MSAIcpIndexerPlan.decode` takes them.
+            :meth:`MSAIcpIndexerPlan.decode` takes them. A tensor that a layer has had keeps its shape and strides:
+            ``resize_`` or ``set_`` of it would not be noticed.
         slot : int
             Slot set of the layer, 0 to 2, for its decode part: a counter that runs over all layers of all steps, modulo
             3.
