@@ -240,8 +240,6 @@ class _Prefill:
             for plan in self._plans
         ]
         self._expected = brute_force_top16(problem, **_FORCED)
-        # Where nothing is valid, a prefill row is not all -1.
-        self._expected.ids[problem.num_valid_pages == 0, :, 0] = 0
 
     def run(self, keys: Sequence[torch.Tensor]) -> None:
         """Run a step of one layer over every rank's keys."""

@@ -338,9 +338,10 @@ def _sow(target: torch.Tensor, values: Sequence[int], probability: float, genera
 class Expected(NamedTuple):
     """The global Top16 by brute force.
 
-    ``ids`` int32 ``[T, 4, 16]`` ascending with a tail of -1. ``scores`` float64 ``[T, 4, blocks]``, -inf where nothing
-    is visible. ``bounds`` float64 likewise: the largest ``sum |q| |k|`` of a block's visible keys. ``forced`` bool
-    ``[T, 4, blocks]``: chosen whatever the score.
+    ``ids`` int32 ``[T, 4, 16]`` ascending with a tail of -1; where nothing is valid, all -1 in decode and a 0 before
+    the tail in prefill. ``scores`` float64 ``[T, 4, blocks]``, -inf where nothing is visible. ``bounds`` float64
+    likewise: the largest ``sum |q| |k|`` of a block's visible keys. ``forced`` bool ``[T, 4, blocks]``: chosen whatever
+    the score.
     """
 
     ids: torch.Tensor
@@ -402,6 +403,8 @@ def brute_force_top16(
     chosen = best.masked_fill(~exists.gather(-1, best), last).sort(dim=-1).values
     ids = chosen.new_full((*scores.shape[:2], TOP_K), -1, dtype=torch.int32)
     ids[..., : chosen.shape[-1]] = chosen.masked_fill(chosen == last, -1).int()
+    if isinstance(problem, PrefillProblem):
+        ids[problem.num_valid_pages == 0, :, 0] = 0
     return Expected(ids, scores, bounds, forced)
 
 

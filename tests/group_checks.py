@@ -187,8 +187,6 @@ def _prefill_ways(
     problems, keys = _with_other_queries(problem, 2), problem.shard(plan.rank)
     near_tie = TENSOR_CORE_ERROR * 2 if plan.backend == "cake" else NEAR_TIE
     expected = [owned_top16(plan, each) for each in problems]
-    for each in expected:
-        each.ids[problem.num_valid_pages == 0, :, 0] = 0  # which is so in prefill alone
     query, total = problem.index_q.clone(), len(problem.index_q)
     ints = {"dtype": torch.int32, "device": plan.device}
     send = torch.full((NUM_HEADS, total, ROW_WORDS), -777, **ints)

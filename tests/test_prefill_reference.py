@@ -635,19 +635,12 @@ def run_step(
     return torch.cat(outputs, dim=1)
 
 
-def unsharded(problem: PrefillProblem, forced: tuple[int, int]) -> torch.Tensor:
-    """The brute force's blocks; a token without one has block 0 in prefill."""
-    ids = brute_force_top16(problem, init_blocks=forced[0], local_blocks=forced[1]).ids
-    ids[problem.num_valid_pages == 0, :, 0] = 0
-    return ids
-
-
 @every_layout
 @pytest.mark.parametrize("forced", FORCED)
 def test_a_step_equals_the_unsharded_top16(layout: Layout, window: dict[str, Any], forced: tuple[int, int]) -> None:
     problem = PrefillProblem.random(layout, **{**window, "padding": 0}, special=True)
     plans, total = indexers(layout, forced), len(problem.index_q)
-    expected = unsharded(problem, forced)
+    expected = brute_force_top16(problem, init_blocks=forced[0], local_blocks=forced[1]).ids
     for tokens in (total, max(total // 3, 1)):
         assert torch.equal(run_step(plans, problem, tokens), expected), tokens
         assert torch.equal(run_step(plans, problem, tokens, fused=True), expected), tokens
@@ -689,7 +682,10 @@ def test_any_step_equals_the_unsharded_top16(
     if equal_pages:
         # Whole runs of blocks tie exactly.
         problem.pages.view(torch.uint8)[1:] = problem.pages.view(torch.uint8)[:1].clone()
-    assert torch.equal(run_step(indexers(layout, forced), problem, tokens), unsharded(problem, forced))
+    assert torch.equal(
+        run_step(indexers(layout, forced), problem, tokens),
+        brute_force_top16(problem, init_blocks=forced[0], local_blocks=forced[1]).ids,
+    )
 
 
 @every_layout

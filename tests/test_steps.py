@@ -395,11 +395,8 @@ class PrefillRanks:
 
     def require_right(self, query: torch.Tensor) -> None:
         expected = brute_force_top16(replace(self.problem, index_q=query), init_blocks=1, local_blocks=2)
-        output = torch.cat(self.outputs, dim=1)
-        padding = self.problem.num_valid_pages == 0
-        assert (output[padding] == torch.tensor([0] + [-1] * 15)).all()
-        output[padding, :, 0] = -1  # as the brute force has it
-        assert compare(output, expected).wrong == 0
+        assert (self.problem.num_valid_pages == 0).any()
+        assert compare(torch.cat(self.outputs, dim=1), expected).wrong == 0
 
 
 @pytest.mark.parametrize("form", ["plain", "pooled", "debug"])

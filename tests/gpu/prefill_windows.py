@@ -15,7 +15,7 @@ from flashinfer_msa import msa_ops
 from flashinfer_msa.backends import reference
 from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
 from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import Expected, PrefillProblem, brute_force_top16, exchange, run_local_prefill
+from flashinfer_msa.simulate import PrefillProblem, exchange, run_local_prefill
 
 SEGMENTS = 9 if SMALL else 64
 
@@ -169,13 +169,6 @@ def without_padding(window: dict[str, Any]) -> dict[str, Any]:
 def poisoned_pools(group: Group) -> list[torch.Tensor]:
     """A pool for every rank, of a larger key in every place than any candidate has."""
     return [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
-
-
-def unsharded_top16(problem: PrefillProblem, *, init_blocks: int, local_blocks: int) -> Expected:
-    """The brute force, but ``[0, -1, ...]`` where nothing is valid, which is so in prefill alone."""
-    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
-    expected.ids[problem.num_valid_pages == 0, :, 0] = 0
-    return expected
 
 
 def run_step(

@@ -17,7 +17,6 @@ from prefill_windows import (
     make_problem,
     poisoned_pools,
     run_step,
-    unsharded_top16,
     with_ranges,
     without_padding,
 )
@@ -27,7 +26,7 @@ from flashinfer_msa import msa_ops
 from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, Layout
 from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, compare
+from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, brute_force_top16, compare
 from flashinfer_msa.sizing import max_items
 
 FORCED = [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)]
@@ -248,7 +247,7 @@ def test_output_equals_unsharded_top16(
     nothing = [None for _ in group.plans]
     pools = poisoned_pools(group)
     output, _ = run_step(group, problem, total, nothing, pools)
-    expected = unsharded_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
+    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * FP32_WORST)
     record_property("near_ties", counts.near_ties)
     assert counts.wrong == 0, counts
@@ -331,7 +330,7 @@ def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> No
 def test_only_near_ties_differ_from_the_brute_force(layout: Layout) -> None:
     """With either accumulation, blocks that take another's place score as close to it as its error allows."""
     problem = make_problem(layout, WINDOWS["more and fewer keys"])
-    expected = unsharded_top16(problem, init_blocks=1, local_blocks=2)
+    expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
     for accumulation, error in (("tensor", TENSOR_CORE_ERROR), ("exact", FP32_WORST)):
         group = Group.make(layout, tokens=1, max_model_len=5000, accumulation=accumulation)
         pools = poisoned_pools(group)

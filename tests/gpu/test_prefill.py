@@ -18,7 +18,6 @@ from prefill_windows import (
     make_problem,
     ragged,
     run_step,
-    unsharded_top16,
     with_ranges,
     without_padding,
 )
@@ -35,6 +34,7 @@ from flashinfer_msa.simulate import (
     TENSOR_CORE_WORST,
     PrefillProblem,
     block_scores,
+    brute_force_top16,
     compare,
     exchange,
 )
@@ -376,7 +376,7 @@ def test_output_equals_unsharded_top16(
         )
         assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {plan.rank}")
         assert (carrier[..., -1] == 1).all()
-    expected = unsharded_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
+    expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * TENSOR_CORE_ERROR)
     record_property("near_ties", counts.near_ties)
     assert counts.wrong == 0, counts
@@ -420,7 +420,7 @@ def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
         for tensor in (*carriers, *outputs, scratch):
             tensor.fill_(-7)
         graph.replay()
-        expected = unsharded_top16(problem, init_blocks=1, local_blocks=2)
+        expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
         counts = compare(torch.cat(outputs, dim=1), expected, near_tie=2 * TENSOR_CORE_ERROR)
         assert counts.wrong == 0, counts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_windows import make_problem, unsharded_top16
+from prefill_windows import make_problem
 from simulated_group import SMALL, Group, assert_equal
 
 from flashinfer_msa.layout import LAYOUTS, ROW_WORDS, TOP_K, Layout
@@ -237,6 +237,6 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
             graph.replay()
         else:
             run(layer, shards)
-        expected = unsharded_top16(layer, init_blocks=1, local_blocks=2)
+        expected = brute_force_top16(layer, init_blocks=1, local_blocks=2)
         counts = compare(torch.cat(outputs, dim=1), expected, near_tie=2 * TENSOR_CORE_ERROR)
         assert counts.wrong == 0, counts
