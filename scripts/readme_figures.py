@@ -327,27 +327,24 @@ def group_lines(section: dict[str, Any]) -> list[str]:
             f"faster{peers.faster(layers)}:",
             case_table(layers, peers.cell, (gpus,)),
         )
+    return lines + group_prefill_lines(rows, gpus) + host_lines(rows)
+
+
+def group_prefill_lines(rows: Sequence[Row], gpus: int) -> list[str]:
+    """The parts of a prefill layer of ranks that have a GPU each."""
     parts = {
         "score and select": of_job(rows, "prefill_chain", "score and select"),
         "exchange": of_job(rows, "prefill_chain", "exchange"),
         "merge": [row for row in of_job(rows, "merge") if "heads" in row],
         "all in one": of_job(rows, "prefill_chain", "with the exchange"),
     }
-    if all(parts.values()):
-        found = [(label, row) for label, measured in parts.items() for row in measured]
-        labels = {id(row): label for label, row in found}
-        window = window_text(found[0][1])
-        lines += paragraph(
-            f"A prefill layer of {window} tokens of context with its exchange over NCCL:",
-            layout_table(
-                "part",
-                [row for _, row in found],
-                lambda row: labels[id(row)],
-                lambda row: f"{row['us']:.0f} us",
-                (gpus,),
-            ),
-        )
-    return lines + host_lines(rows)
+    if not all(parts.values()):
+        return []
+    found = [{**row, "part": part} for part, measured in parts.items() for row in measured]
+    return paragraph(
+        f"A prefill layer of {window_text(found[0])} tokens of context with its exchange over NCCL:",
+        layout_table("part", found, lambda row: row["part"], lambda row: f"{row['us']:.0f} us", (gpus,)),
+    )
 
 
 def figures(record: dict[str, Any]) -> str:

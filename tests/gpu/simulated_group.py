@@ -71,6 +71,22 @@ class Group:
             for plan in self.plans
         ]
 
+    def inputs(self, problem: DecodeProblem) -> list[list[torch.Tensor]]:
+        """What each rank decodes, on its device: query, keys, block table, lengths and valid blocks."""
+        return [
+            [
+                tensor.to(plan.device)
+                for tensor in (
+                    problem.index_q,
+                    problem.shard(plan.rank),
+                    problem.block_table,
+                    problem.seq_lens,
+                    problem.num_valid_pages,
+                )
+            ]
+            for plan in self.plans
+        ]
+
     def publish(
         self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **form: Any
     ) -> None:

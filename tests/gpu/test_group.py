@@ -118,19 +118,7 @@ def test_two_ranks_a_gpu_in_one_process(
     devices = [torch.device("cuda", rank // 2) for rank in range(4)]
     group = Group.make(LAYOUTS[name], tokens=tokens, max_model_len=20001, devices=devices)
     members = list(zip(group.plans, group.comms, strict=True))
-    inputs = [
-        [
-            tensor.to(device)
-            for tensor in (
-                problem.index_q,
-                problem.shard(rank),
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-            )
-        ]
-        for rank, device in enumerate(devices)
-    ]
+    inputs = group.inputs(problem)
     counts = Comparison()
     for use, (tagged, chain) in enumerate(itertools.product((False, True), CHAINS)):
         form = {"slot": use % 3, "tagged": tagged}

@@ -229,19 +229,7 @@ def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -
     expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
     devices = [torch.device("cuda", rank % 2) for rank in range(layout.world_size)]
     group = Group.make(layout, tokens=9, max_model_len=20001, devices=devices)
-    inputs = [
-        [
-            x.to(device)
-            for x in (
-                problem.index_q,
-                problem.shard(rank),
-                problem.block_table,
-                problem.seq_lens,
-                problem.num_valid_pages,
-            )
-        ]
-        for rank, device in enumerate(devices)
-    ]
+    inputs = group.inputs(problem)
     for step in range(6):
         form = {"slot": step % 3, "tagged": tagged}
         for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
