@@ -380,9 +380,8 @@ def test_rows_of_ranks_in_processes() -> None:
         check_row(row)
     chain, *compared = [row for row in first if row["job"] == "decode_chain"]
     # 21 calls: a multiple of the slot sets.
-    assert chain["us"] == pytest.approx(2e3 / 21, abs=1e-3) and chain["ceiling_ratio"] == pytest.approx(
-        21 / 2e3, abs=1e-3
-    )
+    assert chain["us"] == pytest.approx(2e3 / 21, abs=1e-3)
+    assert chain["ceiling_ratio"] == pytest.approx(21 / 2e3, abs=1e-3)
     assert [(row["peer"], row["peer_us"]) for row in compared] == [("Good 1.0", 2.0)]
     parts = [(row["job"], row.get("name")) for row in second]
     layer = [("prefill_chain", "score and select"), ("prefill_chain", "exchange"), ("merge", None)]

@@ -129,7 +129,7 @@ def facade_layers(group: Group, step: DecodeProblem, shards: list[torch.Tensor],
         valid = step.num_valid_pages[: len(index_q)]
         selected = []
         for layer in range(2):
-            form = {"slot": (first_slot + layer) % 3, "tagged": tagged, "comm": None}
+            form = {"slot": (first_slot + layer) % 3, "tagged": tagged}
             for rank, plan in enumerate(group.plans):
                 plan.decode_publish(
                     now.index_q,
@@ -138,13 +138,14 @@ def facade_layers(group: Group, step: DecodeProblem, shards: list[torch.Tensor],
                     now.seq_lens,
                     valid,
                     group.scores[rank] if layer == 0 else None,
-                    **{**form, "comm": group.comms[rank]},
+                    comm=group.comms[rank],
                     decode_query_len=QUERY_LEN,
                     pool=None if layer == 0 else pool,
+                    **form,
                 )
             for rank, plan in enumerate(group.plans):
                 output = torch.empty(len(index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32)
-                plan.decode_merge(valid, output, **{**form, "comm": group.comms[rank]})
+                plan.decode_merge(valid, output, comm=group.comms[rank], **form)
                 selected.append(output)
         return selected
 
@@ -682,8 +683,8 @@ def test_fake_implementations_check_nothing(name: str) -> None:
     operator = getattr(torch.ops.flashinfer_msa, name).default
     with FakeTensorMode() as mode:
         assert operator(*_mapped(arguments, mode.from_tensor), **_mapped(options, mode.from_tensor)) is None
-    meta = lambda tensor: tensor.to("meta")  # noqa: E731
-    assert operator(*_mapped(arguments, meta), **_mapped(options, meta)) is None
+    arguments, options = (_mapped(given, lambda tensor: tensor.to("meta")) for given in (arguments, options))
+    assert operator(*arguments, **options) is None
 
 
 def _mapped(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
