@@ -45,6 +45,7 @@ _AGREED = (
     "init_blocks",
     "local_blocks",
     "num_sparse_layers",
+    "accumulation",
 )
 """What the ranks of a group must have in common, as ``_description`` names it."""
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")

@@ -606,7 +606,8 @@ accumulation
         ----------
         windows : sequence of (start, end, block_table, window_plan)
             The step's windows, in order and disjoint: tokens ``start`` to ``end`` of the step, their block table and
-            the plan of :meth:`prefill_window_plan` with ``total_q == end - start``. At least one.
+            the plan of :meth:`prefill_window_plan` with ``total_q == end - start``. At least one. The carrier rows of
+            tokens in no window are not written: those are padding, with 0 in ``num_valid_pages``.
         score_scratch : torch.Tensor
             As for ``prefill_local``, for the largest of the windows; they use it in turn.
         num_valid_pages : torch.Tensor

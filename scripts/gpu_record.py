@@ -80,8 +80,10 @@ def check(record: dict[str, Any], digest: str) -> tuple[bool, list[str]]:
 def group_failures(section: dict[str, Any]) -> list[str]:
     """What a run with several GPUs failed at, or left out."""
     failures = [f"{name} has left no results" for name in section["missing"]]
-    if section["tests"]["failed"]:
-        failures.append(f"{section['tests']['failed']} tests failed")
+    if section["tests"]["failed"] or not section["tests"]["passed"]:
+        failures.append(f"{section['tests']['failed']} tests failed, {section['tests']['passed']} passed")
+    if not section["bench"]:
+        failures.append("the benchmark has left no rows")
     failures += [
         f"{name} exited with {found['status']}" for name, found in section["examples"].items() if found["status"]
     ]

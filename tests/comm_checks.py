@@ -291,6 +291,7 @@ def disagreement(rank: int, place: Place) -> None:
         "init_blocks": (1, 0),
         "local_blocks": (2, 3),
         "num_sparse_layers": (4, 5),
+        "accumulation": ("tensor", "exact"),
     }.items():
         refuse(field, values, place.plan(rank, layout, **{field: values[odd]}))
     refuse("page_size", (128, 256), place.plan(rank, other if odd else layout))

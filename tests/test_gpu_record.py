@@ -36,7 +36,8 @@ def soaked(**more: object) -> list[dict[str, object]]:
 def group_section(digest: str, **more: object) -> dict[str, object]:
     """A section as a run with two GPUs writes it."""
     examples = {"tp_decode": {"status": 0, "output": ["equal"]}}
-    found = {"missing": [], "tests": {"failed": 0}, "examples": examples, "soak": soaked()}
+    row = {"job": "decode_chain", "us": 65.0}
+    found = {"missing": [], "tests": {"passed": 9, "failed": 0}, "examples": examples, "soak": soaked(), "bench": [row]}
     return {"source_digest": digest, **found, **more}
 
 
@@ -78,7 +79,9 @@ def test_check(record_script: ModuleType, record: dict[str, object], good: bool,
         ({"soak": soaked(wrong=3)}, "3 tagged rows of the soak were wrong"),
         ({"soak": soaked(errors=1)}, "1 waits ran out"),
         ({"soak": soaked(layer_steps=999_999)}, "999999 layers of 1000000"),
-        ({"tests": {"failed": 2}}, "2 tests failed"),
+        ({"tests": {"passed": 9, "failed": 2}}, "2 tests failed"),
+        ({"tests": {"passed": 0, "failed": 0}}, "0 tests failed, 0 passed"),
+        ({"bench": []}, "the benchmark has left no rows"),
         ({"missing": ["soak.json"]}, "soak.json has left no results"),
         ({"examples": {"tp_decode": {"status": 124}}}, "tp_decode exited with 124"),
     ],

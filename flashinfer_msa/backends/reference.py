@@ -507,6 +507,12 @@ def _rows_at(address: int, shape: Sequence[int], dtype: torch.dtype, device_type
         rows = mapped.view(torch.uint8)[begin : begin + math.prod(shape) * dtype.itemsize]
         return rows.view(dtype).view(*shape)
     if device_type == "cuda":
-        return torch.as_tensor(_DeviceMemory(address, shape, dtype))
+        rows = torch.as_tensor(_DeviceMemory(address, shape, dtype))
+        if rows.data_ptr() != address:
+            raise RuntimeError(
+                f"receive rows at {address:#x} are not on torch's default device, {rows.device}, which copies them: "
+                'publish with backend="torch" without a default device'
+            )
+        return rows
     buffer = (ctypes.c_byte * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype).view(*shape)
