@@ -71,12 +71,23 @@ def mark_static(*owners: Any) -> None:
     Parameters
     ----------
     *owners
-        Tensors, or objects whose attributes they are: an indexer, receive storage, a prefill window's plan.
+        Tensors, lists or tuples of them, or objects whose attributes they are: an indexer, receive storage, a prefill
+        window's plan. Before the first call of the compiled code; tensors that are made later are marked again.
+
+    Raises
+    ------
+    ValueError
+        If an owner is none of these.
     """
     for owner in owners:
-        for value in [owner] if isinstance(owner, Tensor) else vars(owner).values():
-            if isinstance(value, Tensor):
-                torch._dynamo.mark_static_address(value)
+        if isinstance(owner, Tensor):
+            torch._dynamo.mark_static_address(owner)
+        elif isinstance(owner, (list, tuple)) and not hasattr(owner, "_fields"):
+            mark_static(*owner)
+        elif hasattr(owner, "__dict__") and not isinstance(owner, type):
+            mark_static(*(value for value in vars(owner).values() if isinstance(value, Tensor)))
+        else:
+            raise ValueError(f"owners must be tensors, lists of them, or objects that have some, was {owner!r}")
 
 
 # --- definitions ------------------------------------------------------------------------------------------------------

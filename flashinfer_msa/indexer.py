@@ -42,7 +42,11 @@ _PITCH_COLUMNS = 16
 
 
 class MSAIcpIndexerPlan:
-    """One rank's indexer. Made by :func:`prepare_msa_icp_indexer`; no method allocates or synchronizes.
+    """One rank's indexer. Made by :func:`prepare_msa_icp_indexer`.
+
+    No method synchronizes, and none allocates on the device but those that prepare: ``prepare_decode_step`` and
+    ``prepare_prefill_step``, for their checks alone, and ``layer_graphs``. Methods launch on torch's current stream.
+    The calls of one indexer follow one another on one stream at a time, since its window plans and scratch are shared.
 
     Attributes
     ----------
@@ -317,7 +321,8 @@ accumulation
         comm
             Receive storage, such as ``flashinfer_msa.comm`` makes; checked once, and again when a field changes.
         slot : int
-            Slot set of the layer, 0 to 2: a counter that runs over all layers of all steps, modulo 3.
+            Slot set of the layer, 0 to 2: a counter that runs over all layers of all steps, modulo 3. With tagged rows
+            not that of the layer before; a layer without tokens uses none.
         tagged : bool
             Tagged rows rather than legacy ones. Needs two sparse layers at least.
         decode_query_len : int
@@ -346,7 +351,8 @@ accumulation
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
         head = (state.words, True, True, slot, tagged, enable_pdl, num_valid_pages)
         self._backend.decode(self, comm, (*head, *half, output))
-        state.note(slot, tagged)
+        if num_valid_pages.shape[0]:  # else no row was published
+            state.note(slot, tagged)
 
     def decode_publish(
         self,
@@ -377,7 +383,8 @@ accumulation
         state.require_form(slot, tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
         self._backend.decode(self, comm, (state.words, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
-        state.note(slot, tagged)
+        if num_valid_pages.shape[0]:  # else no row was published
+            state.note(slot, tagged)
 
     def decode_merge(
         self,
@@ -758,7 +765,8 @@ def prepare_msa_icp_indexer(
     spin_limit : int
         Polls after which a wait for a peer gives up and ends the CUDA context.
     wait_seconds : float, optional
-        Seconds after which it does, whatever the polls; up to a million.
+        Seconds after which it does, whatever the polls; 0.001 to a million. Longer than a peer may be late, as while it
+        captures graphs. The default ``spin_limit`` took 14 s on an H200.
     accumulation : str
         ``"tensor"`` or ``"exact"``: how :meth:`~MSAIcpIndexerPlan.prefill_local` sums products, as in
         ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact but for the rounding of FP32 sums.

@@ -160,7 +160,7 @@ class MSAIcpDecodeStep(NotCopied):
         except Exception as error:
             native.explain(run, (index_q, index_k), error)
             raise
-        if self._tagged:
+        if self._tagged and self.tokens:  # else no row was published
             self._checked.note(slot)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:

@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -777,3 +778,13 @@ def graph_inputs(group: Group) -> set[str]:
     valid, output = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 16, dtype=torch.int32)
     compiled(lambda: plan.decode_merge(valid, output, comm=comm, slot=0, tagged=True), note)()
     return static
+
+
+def test_static_tensors_are_found_and_others_refused() -> None:
+    """Tensors come by themselves, in lists, or as attributes; what has none is an error of the caller's."""
+    alone, first, second, held = (torch.zeros(1) for _ in range(4))
+    custom_ops.mark_static(alone, [first, (second,)], SimpleNamespace(held=held, number=3, rows=[1]))
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in (alone, first, second, held))
+    for wrong in (None, 3, "keys", torch.Tensor, [None]):
+        with pytest.raises(ValueError, match=r"^owners must be tensors, lists of them, or objects that have some, was"):
+            custom_ops.mark_static(wrong)

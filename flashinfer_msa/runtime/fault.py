@@ -60,9 +60,12 @@ _FORMS: dict[int, Literal["legacy", "tagged"]] = {0: "legacy", 1: "tagged"}
 
 
 def last_fault() -> Fault | None:
-    """The wait that ran out on a device of this process, or None.
+    """The wait of a kernel that ran out on a GPU of this process, or None.
 
-    A wait that runs out ends its device's CUDA context; the record is in host memory and outlives it.
+    A wait that runs out ends its device's CUDA context; the record is in host memory and outlives it. The process can
+    use that GPU no more, and the ranks of the group wait for one another in turn: restart all of them. The rank to look
+    at first is the one that no other rank's record has as the one that waited. Waits of ``backend="torch"`` raise where
+    they are, and leave no record.
     """
     return next(faults(), None)
 
