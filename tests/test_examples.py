@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +86,14 @@ def test_misplaced_keys_are_found(script: Path, tmp_path: Path) -> None:
     assert run.status != 0
     rows, _, _, wrong = run.checked
     assert 0 < wrong <= rows, run.printed
+
+
+@pytest.mark.parametrize("script", [DECODE, SERVING], ids=lambda path: path.stem)
+def test_a_process_alone_is_told_to_use_torchrun(script: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent.parent)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 2 and f"torchrun --nproc-per-node 2 {script}" in done.stderr
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ FORCED = {"init_blocks": 0, "local_blocks": 1}
 
 def join_group(backend: str) -> torch.device:
     """Join the group that torchrun started, with a GPU of its own for each process, or on the CPU for the reference."""
+    if "RANK" not in os.environ:
+        raise click.UsageError(f"start 2 or 4 processes: torchrun --nproc-per-node 2 {sys.argv[0]}")
     if backend != "cake":
         dist.init_process_group("gloo")
         return torch.device("cpu")
