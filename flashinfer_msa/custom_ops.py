@@ -126,17 +126,7 @@ def define(function: Callable[..., Any], *mutates: str, name: str | None = None)
 
 
 def _plan_parts(plan: MSAIcpScorePlan) -> tuple[list[Tensor], list[int]]:
-    tensors = [
-        plan.qo_segment_lens,
-        plan.kv_segment_lens,
-        plan.qo_segment_offsets,
-        plan.kv_segment_offsets,
-        plan.qo_offset,
-        plan.packed_work_range,
-        plan.packed_work_info,
-        plan.workspace,
-    ]
-    return tensors, [plan.total_q, plan.num_qo_heads, plan.batch, plan.max_query_len, plan.columns]
+    return list(plan.tensors()), [plan.total_q, plan.num_qo_heads, plan.batch, plan.max_query_len, plan.columns]
 
 
 def _call(operator: str, call: Any, **others: Any) -> None:

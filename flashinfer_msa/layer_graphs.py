@@ -352,11 +352,7 @@ class MSAIcpGraphStep(NotCopied):
     def _run_graph(self, graph: _LayerGraph, index_q: torch.Tensor, slot: int) -> None:
         if self._decode is not None:
             self._decode.require_slot(slot)
-        try:
-            graph.replay(self._staging, index_q)
-        except Exception as error:
-            native.explain(graph.replay, (self._staging, index_q), error)
-            raise
+        native.invoke(graph.replay, self._staging, index_q)
         if self._decode is not None:
             self._decode.note_slot(slot)
 

@@ -51,6 +51,19 @@ class MSAIcpScorePlan:
     columns: int
     uniform: bool = False
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The segments' tensors and the work's, in the order of the fields."""
+        return (
+            self.qo_segment_lens,
+            self.kv_segment_lens,
+            self.qo_segment_offsets,
+            self.kv_segment_offsets,
+            self.qo_offset,
+            self.packed_work_range,
+            self.packed_work_info,
+            self.workspace,
+        )
+
 
 def require_score_plan(name: str, value: Any) -> None:
     """Refuse what is no plan, or one whose ``batch`` is not its number of segments."""

@@ -70,8 +70,7 @@ class MSAIcpDecodeStep(NotCopied):
         self._tagged = call.tagged
         self._chains = [keep(call._replace(slot=slot)) for slot in range(NUM_SLOT_SETS)]
         self._bound = [False] * NUM_SLOT_SETS
-        for chain in self._chains:
-            chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
+        _record_all(self._chains, plan, self.tokens)
         self._runs = [chain.runner(0, len(DECODE_LAUNCHES)) for chain in self._chains]
         self._publishes = [chain.runner(0, NUM_PUBLISH_LAUNCHES) for chain in self._chains]
         self._forms = self._forms_now()
@@ -120,7 +119,7 @@ class MSAIcpDecodeStep(NotCopied):
     def require_slot(self, slot: int) -> None:
         """Raise ``ValueError`` unless a layer with this slot set may come now, as before a captured one is replayed."""
         _require_slot(slot)
-        if self._comm.recv is not self._recv:
+        if self._comm.recv is not self._recv:  # here as well: a call less for every layer
             self._require_comm()
         if self._tagged and slot == self._last[0][0]:
             self._checked.require_form(slot, True)
@@ -154,12 +153,7 @@ class MSAIcpDecodeStep(NotCopied):
         self.require_slot(slot)
         if self._debug or not self._bound[slot]:
             self._prepare(index_q, index_k, slot)
-        run = runners[slot]
-        try:
-            run(index_q, index_k)
-        except Exception as error:
-            native.explain(run, (index_q, index_k), error)
-            raise
+        native.invoke(runners[slot], index_q, index_k)
         if self._tagged and self.tokens:  # else no row was published
             self._checked.note(slot)
 
@@ -209,8 +203,7 @@ class MSAIcpPrefillStep(NotCopied):
         self._tensors = tensors
         self._locals = [keep_local(window) for window in self._windows]
         self._merge = keep_merge()
-        for chain in self._locals:
-            chain.record(*_stand_ins(plan, self.tokens))  # the checks of everything else
+        _record_all(self._locals, plan, self.tokens)
         self._merge.record(None, None)
         self._runs = [chain.runner(0, len(PREFILL_LAUNCHES)) for chain in self._locals]
         self._bound = False
@@ -247,11 +240,7 @@ class MSAIcpPrefillStep(NotCopied):
         if self._debug or not self._bound:
             self._prepare(index_q, index_k)
         for run in self._runs:
-            try:
-                run(index_q, index_k)
-            except Exception as error:
-                native.explain(run, (index_q, index_k), error)
-                raise
+            native.invoke(run, index_q, index_k)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
         """Record what is launched for the first time, and compare where that is asked for."""
@@ -290,10 +279,12 @@ def _require_slot(slot: Any) -> None:
         require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
 
 
-def _stand_ins(plan: MSAIcpIndexerPlan, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A query and keys that pass the checks, so that those of everything else come to light."""
+def _record_all(chains: Iterable[Chain], plan: MSAIcpIndexerPlan, tokens: int) -> None:
+    """Record chains with a query and keys that pass their checks: those of everything else come to light."""
     e4m3 = {"dtype": torch.float8_e4m3fn, "device": plan.device}
-    return torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, plan.layout.rows, HEAD_DIM, **e4m3)
+    query, keys = torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, plan.layout.rows, HEAD_DIM, **e4m3)
+    for chain in chains:
+        chain.record(query, keys)
 
 
 def _form(value: Any) -> Any:

@@ -26,7 +26,7 @@ import gpu_record
 from flashinfer_msa.aot.render import tree_digest
 from flashinfer_msa.bench.rows import Row, bytes_text, case_of, is_as_warm_as_it_says, keys_text, of_job, own_rows
 from flashinfer_msa.bench.series import SERIES
-from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS
+from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS, WORLD_SIZES
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->", "<!-- end of figures -->"
@@ -40,7 +40,7 @@ def layout_table(
     rows: Iterable[Row],
     label: Callable[[Row], str],
     cell: Callable[[Row], str],
-    world_sizes: Sequence[int] = (2, 4),
+    world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> list[str]:
     """Cases as ``label`` tells them apart, a column a layout of ``world_sizes``: what ``cell`` says of each."""
     titles = [layout.title for layout in LAYOUTS.values() if layout.world_size in world_sizes]
@@ -54,7 +54,7 @@ def layout_table(
     return lines
 
 
-def case_table(rows: Iterable[Row], cell: Callable[[Row], str], world_sizes: Sequence[int] = (2, 4)) -> list[str]:
+def case_table(rows: Iterable[Row], cell: Callable[[Row], str], world_sizes: Sequence[int] = WORLD_SIZES) -> list[str]:
     """Decode cases, a column a layout of ``world_sizes``: what ``cell`` says of each."""
     return layout_table(
         "batch x context, query length",

@@ -31,7 +31,7 @@ from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import allocate_comm
 from flashinfer_msa.files import replace_file
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
-from flashinfer_msa.layout import BLOCK_TOKENS, NUM_HEADS, NUM_SLOT_SETS, TOP_K, find_layout
+from flashinfer_msa.layout import BLOCK_TOKENS, NUM_HEADS, NUM_SLOT_SETS, TOP_K, WORLD_SIZES, find_layout
 
 PLACES = 64
 """Blocks that one rank has candidates in."""
@@ -227,7 +227,7 @@ def main(
     """Soak the exchange of the ranks that torchrun started, 2 or 4."""
     backend = backend or ("cake" if torch.cuda.is_available() else "torch")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size not in (2, 4):
+    if world_size not in WORLD_SIZES:
         raise click.ClickException(
             f"needs 2 or 4 ranks, were {world_size}: torchrun --nproc-per-node 2 scripts/soak.py"
         )

@@ -35,7 +35,7 @@ class Chain(Protocol):
     def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
         """What launches number ``first`` to ``end`` with a query and keys, which are like the recorded ones.
 
-        Its errors are those of :func:`flashinfer_msa.runtime.native.call` once that has put them in words.
+        :func:`flashinfer_msa.runtime.native.invoke` calls it and puts its errors in words.
         """
 
     def run_bound(self, first: int, end: int) -> None:

@@ -268,14 +268,7 @@ class PrefillMerge(NamedTuple):
 def _plan_arguments(plan: MSAIcpScorePlan) -> tuple[Any, ...]:
     """A plan's parts in the launcher's order."""
     return (
-        plan.qo_segment_lens,
-        plan.kv_segment_lens,
-        plan.qo_segment_offsets,
-        plan.kv_segment_offsets,
-        plan.qo_offset,
-        plan.packed_work_range,
-        plan.packed_work_info,
-        plan.workspace,
+        *plan.tensors(),
         plan.num_qo_heads,
         plan.total_q,
         plan.max_query_len,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import allocate_comm, exchange_carriers
-from ..layout import LAYOUTS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, Layout
+from ..layout import LAYOUTS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, WORLD_SIZES, Layout
 from .ceilings import Ceilings, memory_rows
 from .decode import DecodeCase, DecodeShape
 from .host import host_rows
@@ -63,7 +63,7 @@ class Ranks:
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         gpus = torch.cuda.device_count()
-        if world_size not in (2, 4) or gpus < world_size:
+        if world_size not in WORLD_SIZES or gpus < world_size:
             raise RuntimeError(
                 f"needs 2 or 4 ranks and a GPU for each, were {world_size} ranks and {gpus} GPUs: run "
                 "torchrun --nproc-per-node 2 scripts/gpu_bench.py --group FILE"

@@ -52,23 +52,27 @@ def operation(name: str) -> Callable[..., Any]:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call an operation.
+    """Call an operation by its name, as :func:`invoke` does."""
+    return invoke(operation(name), *arguments)
+
+
+def invoke(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operation, or one with its first arguments bound.
 
     ``ValueError`` for an argument that is not what it must be; ``RuntimeError`` where a driver call fails, in the words
     of the fault record if an earlier wait has run out.
     """
-    function = operation(name)
     try:
         return function(*arguments)
+    except ValueError:
+        raise
     except Exception as error:
-        explain(function, arguments, error)
+        _explain(function, arguments, error)
         raise
 
 
-def explain(function: Callable[..., Any], arguments: tuple[Any, ...], error: Exception) -> None:
-    """Raise a better error than that of ``function(*arguments)``, an operation, if there is one."""
-    if isinstance(error, ValueError):
-        return
+def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], error: Exception) -> None:
+    """Raise a better error than that of ``function(*arguments)``, if there is one."""
     from .fault import faults
 
     devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)}
