@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,38 @@ from ..files import replace_file
 from ..runtime.manifest import DATA, SCHEMA
 from ..runtime.manifest import FILE as MANIFEST
 from ..version import __version__
-from . import launcher, matrix, ptxas, toolkit
-from .matrix import Unit
+from . import launcher, matrix, nvrtc, ptxas, toolkit
+from .matrix import Architecture, Unit
 from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
 from .toolkit import BuildError, Toolkit
+
+_SAME_ADDRESSES = (
+    sys.executable,
+    "-ISc",
+    "import ctypes, os, sys; ctypes.CDLL(None).personality(0x0040000); os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""Runs a command so that it and what it starts find their memory at the same addresses each time, if Linux lets them.
+
+Some of what ptxas does depends on them: it schedules the merge kernels in one of several ways. The number is
+``ADDR_NO_RANDOMIZE``.
+"""
+
+
+@dataclass(frozen=True)
+class CubinSet:
+    """The cubins of one architecture from one compiler: ``units``, in ``folder`` of the work folder and of the output.
+
+    Drivers of other major versions need sets of their own, which lie side by side.
+    """
+
+    architecture: Architecture
+    toolkit: Toolkit
+    units: tuple[Unit, ...]
+
+    @property
+    def folder(self) -> str:
+        """Relative path of the set's files."""
+        return f"{self.architecture.name}/cuda{self.toolkit.version[0]}"
 
 
 @dataclass(frozen=True)
@@ -61,33 +90,24 @@ def build(
     ``architectures`` defaults to ``toolkit.selected_architectures()`` and ``out_dir`` to the package's own data folder.
     Cubins of other architectures that are already there stay in the manifest while they still match their sources.
     ``progress`` is called with a line for each file compiled. Nothing in ``out_dir`` changes when a build fails, which
-    is always a ``BuildError``: no toolkit, a compiler's error, a kernel that spills, or one that is missing.
+    is always a ``BuildError``: no compiler, a compiler's error, a kernel that spills, or one that is missing.
     """
     out_dir = out_dir or DATA
     work_dir = work_dir or default_work_dir()
-    units = matrix.units(toolkit.selected_architectures() if architectures is None else architectures)
     found = toolkit.find()
-    toolkits = {unit.architecture.name: toolkit.choose(unit.architecture, found) for unit in units}
+    sets = [
+        CubinSet(units[0].architecture, chosen, units)
+        for units in _by_architecture(toolkit.selected_architectures() if architectures is None else architectures)
+        for chosen in toolkit.choose_all(units[0].architecture, found)
+    ]
     compiler = launcher.find_compiler()
-    with _locked(work_dir):
-        for unit in units:
-            _write(work_dir / f"{_stem(unit)}.cu", render(unit, templates).encode())
-        _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
-        environment = _write_ninja(work_dir, units, toolkits, compiler, templates)
-        compiled = _run_ninja(work_dir, environment, jobs, progress or (lambda line: None))
-
-        files: dict[str, bytes] = {}
-        cubins = []
-        for unit in units:
-            cubin = (work_dir / f"{_stem(unit)}.cubin").read_bytes()
-            used = ptxas.check(unit, (work_dir / f"{_stem(unit)}.log").read_text(), cubin)
-            files[f"{_stem(unit)}.cubin"] = cubin
-            cubins.append(_entry(unit, cubin, used, toolkits[unit.architecture.name], templates))
+    with _locked(work_dir) as lock:
+        compiled = _compile(work_dir, lock, sets, compiler, jobs, progress, templates)
+        files, cubins = _collect(work_dir, sets, templates)
         binary = (work_dir / launcher.FILE).read_bytes()
         launcher.check(binary, compiler)
         files[launcher.FILE] = binary
-        cubins += _still_current(out_dir, set(toolkits), templates)
-
+        cubins += _still_current(out_dir, {cubin_set.architecture.name for cubin_set in sets}, templates)
         manifest = {
             "schema": SCHEMA,
             "version": __version__,
@@ -99,14 +119,66 @@ def build(
             },
             "cubins": sorted(cubins, key=lambda entry: (entry["capability"], entry["file"])),
         }
-        for name, content in files.items():
-            _write(out_dir / name, content)
-        _write(out_dir / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        _remove_strays(out_dir, manifest)
+        _publish(out_dir, files, manifest)
     return BuildResult(out_dir / MANIFEST, manifest, compiled)
 
 
-def _stem(unit: Unit) -> str:
+def build_cubins(out_dir: Path, architecture: str, chosen: Toolkit, *, work_dir: Path) -> None:
+    """Build the cubins of one architecture with one compiler into ``out_dir``, and a manifest without a launcher."""
+    ((*units,),) = _by_architecture([architecture])
+    sets = [CubinSet(units[0].architecture, chosen, tuple(units))]
+    with _locked(work_dir) as lock:
+        _compile(work_dir, lock, sets, None, None, None, TEMPLATES)
+        files, cubins = _collect(work_dir, sets, TEMPLATES)
+        _publish(out_dir, files, {"schema": SCHEMA, "version": __version__, "cubins": cubins})
+
+
+def _by_architecture(names: Iterable[str]) -> list[tuple[Unit, ...]]:
+    """The units of each architecture, in the order of ``names``."""
+    return [tuple(matrix.units([name])) for name in dict.fromkeys(names)]
+
+
+def _compile(
+    work_dir: Path,
+    lock: int,
+    sets: list[CubinSet],
+    compiler: launcher.Compiler | None,
+    jobs: int | None,
+    progress: Callable[[str], None] | None,
+    templates: Path,
+) -> int:
+    """Compile what has changed, the launcher too where a ``compiler`` for it is given. Returns how many files."""
+    for cubin_set in sets:
+        for unit in cubin_set.units:
+            _write(work_dir / f"{_source(unit)}.cu", render(unit, templates).encode())
+    _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
+    environment = _write_ninja(work_dir, sets, compiler, templates)
+    return _run_ninja(work_dir, lock, environment, jobs, progress or (lambda line: None))
+
+
+def _collect(work_dir: Path, sets: list[CubinSet], templates: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """Return the compiled cubins by file, each checked, and their entries for the manifest."""
+    files: dict[str, bytes] = {}
+    entries = []
+    for cubin_set in sets:
+        for unit in cubin_set.units:
+            stem = f"{cubin_set.folder}/{unit.name}"
+            cubin = (work_dir / f"{stem}.cubin").read_bytes()
+            used = ptxas.check(unit, (work_dir / f"{stem}.log").read_text(), cubin)
+            files[f"{stem}.cubin"] = cubin
+            entries.append(_entry(unit, f"{stem}.cubin", cubin, used, cubin_set.toolkit, templates))
+    return files, entries
+
+
+def _publish(out_dir: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> None:
+    """Write the files, and the manifest last: whoever reads it finds what it names."""
+    for name, content in files.items():
+        _write(out_dir / name, content)
+    _write(out_dir / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    _remove_strays(out_dir, manifest)
+
+
+def _source(unit: Unit) -> str:
     return f"{unit.architecture.name}/{unit.name}"
 
 
@@ -123,20 +195,19 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _locked(work_dir: Path) -> Iterator[None]:
-    """Keep builds that share a work folder from running at the same time."""
+def _locked(work_dir: Path) -> Iterator[int]:
+    """Keep builds that share a work folder from running at the same time.
+
+    Compilers inherit the descriptor that is yielded, so that those of a build that was killed are waited for.
+    """
     work_dir.mkdir(parents=True, exist_ok=True)
     with open(work_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock.fileno()
 
 
 def _write_ninja(
-    work_dir: Path,
-    units: list[Unit],
-    toolkits: dict[str, Toolkit],
-    compiler: launcher.Compiler,
-    templates: Path,
+    work_dir: Path, sets: list[CubinSet], compiler: launcher.Compiler | None, templates: Path
 ) -> dict[str, str]:
     """Write ``build.ninja`` and return the environment that it runs in.
 
@@ -144,43 +215,59 @@ def _write_ninja(
     So outputs are compiled again when a compiler changes, but not when the same one lies elsewhere, as in the
     short-lived environments that package installers build in. Paths are relative, so that none reaches a cubin.
     """
-    environment = {"BUILD_LAUNCHER": shlex.join(launcher.command(compiler, launcher.FILE, templates))}
-    _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
+    environment = {"BUILD_PYTHON": sys.executable, "BUILD_NVRTC": nvrtc.__file__}
     with open(work_dir / "build.ninja", "w") as file:
         writer = ninja.Writer(file, width=120)
-        compile_cubin = '"$$$nvcc" $flags -Xptxas -v,-warn-spills $in -o $out > $log 2>&1 || { cat $log; exit 1; }'
-        writer.rule("cubin", compile_cubin, description="$out")
+        end = "> $log 2>&1 || { cat $log; exit 1; }"
+        writer.rule("nvcc", f'"$$$compiler" $flags -Xptxas -v,-warn-spills $in -o $out {end}', description="$out")
+        # The environment is part of what NVRTC finds in memory.
+        clean = 'env -i ${LD_LIBRARY_PATH:+LD_LIBRARY_PATH="$LD_LIBRARY_PATH"}'.replace("$", "$$")
+        program = '"$$BUILD_PYTHON" -I -S "$$BUILD_NVRTC" "$$$compiler"'
+        writer.rule("nvrtc", f"{clean} {program} $out $in $flags {end}", description="$out")
         writer.rule("launcher", 'eval "$$BUILD_LAUNCHER"', description="$out")
-        for name, chosen in toolkits.items():
-            environment[f"NVCC_{name}"] = str(chosen.nvcc)
-            _write(work_dir / name / "toolkit.txt", f"{chosen.build}\n".encode())
-        for unit in units:
-            name = unit.architecture.name
-            log = f"{_stem(unit)}.log"
-            writer.build(
-                f"{_stem(unit)}.cubin",
-                "cubin",
-                f"{_stem(unit)}.cu",
-                implicit=f"{name}/toolkit.txt",
-                implicit_outputs=log,
-                variables={"nvcc": f"NVCC_{name}", "flags": list(toolkit.compile_flags(unit.architecture)), "log": log},
-            )
-        # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
-        sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
-        implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
-        implicit += ["launcher.txt", f"{launcher.GENERATED}/constants.h"]
-        writer.build(launcher.FILE, "launcher", implicit=implicit)
+        for cubin_set in sets:
+            folder, chosen = cubin_set.folder, cubin_set.toolkit
+            variable = f"COMPILER_{folder.replace('/', '_')}"
+            environment[variable] = str(chosen.path)
+            _write(work_dir / folder / "toolkit.txt", f"{chosen.name}\n".encode())
+            flags = (toolkit.nvrtc_flags if chosen.is_nvrtc else toolkit.compile_flags)(cubin_set.architecture)
+            for unit in cubin_set.units:
+                log = f"{folder}/{unit.name}.log"
+                writer.build(
+                    f"{folder}/{unit.name}.cubin",
+                    "nvrtc" if chosen.is_nvrtc else "nvcc",
+                    f"{_source(unit)}.cu",
+                    implicit=f"{folder}/toolkit.txt",
+                    implicit_outputs=log,
+                    variables={"compiler": variable, "flags": list(flags), "log": log},
+                )
+        if compiler:
+            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, templates))
+            _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
+            # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
+            sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
+            implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
+            implicit += ["launcher.txt", f"{launcher.GENERATED}/constants.h"]
+            writer.build(launcher.FILE, "launcher", implicit=implicit)
     return environment
 
 
-def _run_ninja(work_dir: Path, environment: dict[str, str], jobs: int | None, progress: Callable[[str], None]) -> int:
+def _run_ninja(
+    work_dir: Path, lock: int, environment: dict[str, str], jobs: int | None, progress: Callable[[str], None]
+) -> int:
     """Run ninja and return how many files it has made."""
-    command = [os.path.join(ninja.BIN_DIR, "ninja"), "-C", str(work_dir), *(["-j", str(jobs)] if jobs else [])]
+    command = [
+        *_SAME_ADDRESSES,
+        os.path.join(ninja.BIN_DIR, "ninja"),
+        "-C",
+        str(work_dir),
+        *(["-j", str(jobs)] if jobs else []),
+    ]
     environment = {**os.environ, **environment, "NINJA_STATUS": "[%f/%t] "}
     compiled = 0
     tail: deque[str] = deque(maxlen=40)
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=(lock,)
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -194,17 +281,18 @@ def _run_ninja(work_dir: Path, environment: dict[str, str], jobs: int | None, pr
 
 
 def _entry(
-    unit: Unit, cubin: bytes, used: dict[str, ptxas.Resources], chosen: Toolkit, templates: Path
+    unit: Unit, file: str, cubin: bytes, used: dict[str, ptxas.Resources], chosen: Toolkit, templates: Path
 ) -> dict[str, Any]:
     """Return the manifest's entry of one cubin."""
     return {
         "architecture": unit.architecture.name,
         "capability": list(unit.architecture.capability),
         "layout": unit.layout.name if unit.layout else None,
-        "file": f"{_stem(unit)}.cubin",
+        "file": file,
         "sha256": _sha256(cubin),
         "bytes": len(cubin),
-        "toolkit": toolkit.dotted(chosen.version),
+        "toolkit": chosen.name,
+        "driver": list(chosen.driver),
         "source_digest": source_digest(unit, templates),
         "tested_on": unit.architecture.tested_on,
         "kernels": [{**asdict(kernel), **asdict(used[kernel.symbol])} for kernel in unit.kernels],
@@ -220,11 +308,11 @@ def _still_current(out_dir: Path, built: set[str], templates: Path) -> list[dict
     if earlier.get("schema") != SCHEMA:
         return []
     others = [unit for unit in matrix.units() if unit.architecture.name not in built]
-    digests = {f"{_stem(unit)}.cubin": source_digest(unit, templates) for unit in others}
+    digests = {(unit.architecture.name, unit.name): source_digest(unit, templates) for unit in others}
     return [
         entry
         for entry in earlier["cubins"]
-        if digests.get(entry["file"]) == entry["source_digest"]
+        if digests.get((entry["architecture"], Path(entry["file"]).stem)) == entry["source_digest"]
         and (out_dir / entry["file"]).is_file()
         and _sha256((out_dir / entry["file"]).read_bytes()) == entry["sha256"]
     ]
@@ -233,6 +321,6 @@ def _still_current(out_dir: Path, built: set[str], templates: Path) -> list[dict
 def _remove_strays(out_dir: Path, manifest: dict[str, Any]) -> None:
     """Delete cubins that the manifest does not name, lest a wheel carries them."""
     named = {out_dir / entry["file"] for entry in manifest["cubins"]}
-    for path in out_dir.glob("*/*.cubin"):
+    for path in (*out_dir.glob("*/*.cubin"), *out_dir.glob("*/*/*.cubin")):
         if path not in named:
             path.unlink()

@@ -18,7 +18,10 @@ class Architecture:
 
     ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` and ``dependent_launch`` say whether it has
     ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90); ``wgmma`` whether
-    it has warpgroup products (sm_90a alone).
+    it has warpgroup products (sm_90a alone); ``fp8_products`` whether its tensor cores multiply e4m3 as it is, by
+    ``wgmma`` or else by ``mma.sync``, of which a compiler makes conversions and products of FP16 elsewhere. It has a
+    set of cubins from a compiler of each major version in ``cuda``, since drivers of CUDA 12 load none that a compiler
+    of CUDA 13 has made.
     """
 
     name: str
@@ -28,17 +31,25 @@ class Architecture:
     bulk_copy: bool = True
     dependent_launch: bool = True
     wgmma: bool = False
+    fp8_products: bool = False
     tested_on: str = ""
+    cuda: tuple[int, ...] = (12,)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
-        Architecture("sm_89", (8, 9), (12, 0), 99 * 1024, bulk_copy=False, dependent_launch=False),
-        Architecture("sm_90a", (9, 0), (12, 0), 227 * 1024, wgmma=True, tested_on="H200"),
+        Architecture("sm_89", (8, 9), (12, 0), 99 * 1024, bulk_copy=False, dependent_launch=False, fp8_products=True),
+        Architecture(
+            "sm_90a", (9, 0), (12, 0), 227 * 1024, wgmma=True, fp8_products=True, tested_on="H200", cuda=(12, 13)
+        ),
         Architecture("sm_100a", (10, 0), (12, 8), 227 * 1024),
         Architecture("sm_103a", (10, 3), (12, 9), 227 * 1024),
-        Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024),
+        # Its shared memory is assumed to be sm_100a's.
+        Architecture("sm_107a", (10, 7), (13, 4), 227 * 1024, cuda=(13,)),
+        Architecture("sm_110a", (11, 0), (13, 0), 227 * 1024, cuda=(13,)),
+        Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024, fp8_products=True),
+        Architecture("sm_121a", (12, 1), (12, 9), 99 * 1024, fp8_products=True),
     )
 }
 
@@ -154,11 +165,11 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
             lists = job == "lists"
             form = tuning.form(lists=lists, exact=exact)
             role = f"prefill_{job}{'_exact' if exact else ''}"
-            # Products of mma.sync are of FP16 anyway: one kernel has both roles.
-            symbol = f"msa_icp_{role if arch.wgmma else 'prefill_' + job}_{layout.name}"
+            # Where products are of FP16 anyway, one kernel has both roles.
+            symbol = f"msa_icp_{role if arch.fp8_products else 'prefill_' + job}_{layout.name}"
             size = shared_bytes(form, lists=lists, exact=exact)
             kernels.append(Kernel(role, symbol, form.threads, size))
-            if arch.wgmma or not exact:
+            if arch.fp8_products or not exact:
                 names = {"type": role.title().replace("_", "").removeprefix("Prefill") + "Form", "symbol": symbol}
                 forms.append({**names, "output": output, "exact": exact, "shared_bytes": size, **asdict(form)})
     return Unit(

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from .indexer import MSAIcpIndexerPlan
 from .layout import NUM_HEADS, ROW_WORDS, WORLD_SIZES
 from .runtime import native, shared
+from .runtime.loader import kernels_of
 from .runtime.manifest import load_manifest
 from .version import __version__
 
@@ -379,9 +380,8 @@ def _description(plan: Any, group: dist.ProcessGroup, memory: Any) -> dict[str, 
         raise ValueError(f"memory must be one of {choices} on {plan.device}, was {memory!r}")
     kernels = plan.arch
     if plan.backend == "cake":
-        manifest = load_manifest()
-        digests = [cubin["sha256"] for cubin in manifest.cubins(plan.arch)]
-        whole = " ".join([manifest.data["launcher"]["sha256"], *sorted(digests)])
+        digests = kernels_of(plan.device).source_digests()
+        whole = " ".join([load_manifest().data["launcher"]["sha256"], *digests])
         kernels = f"{plan.arch} {hashlib.sha256(whole.encode()).hexdigest()[:16]}"
     of_process = {
         "host": socket.gethostname(),

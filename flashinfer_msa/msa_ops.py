@@ -533,10 +533,10 @@ def msa_icp_index_score_sharded(
     enable_pdl : bool
         Launch as a programmatic dependent of the preceding kernel; nothing is read before it has completed.
     accumulation : str
-        ``"tensor"``: on sm_90a products are summed in the tensor core's own accumulators, which keep fewer bits than
-        FP32. ``"exact"``: elements are converted to FP16, whose products and FP32 sums are exact but for rounding, in
-        about twice the time; for selections that are validated bit by bit. Other architectures and the torch backend
-        are exact with either.
+        ``"tensor"``: where tensor cores multiply e4m3 as it is (sm_89, sm_90a, sm_120a, sm_121a), products are summed
+        in their own accumulators, which keep fewer bits than FP32. ``"exact"``: elements are converted to FP16, whose
+        products and FP32 sums are exact but for rounding, in about twice the time on sm_90a; for selections that are
+        validated bit by bit. Other architectures and the torch backend are exact with either.
     backend : str
         ``"cake"`` or ``"torch"``.
 

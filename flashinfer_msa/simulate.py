@@ -27,7 +27,7 @@ FP32_WORST = 2.0**-16
 """Part of ``sum |q| |k|`` that FP32 accumulation cannot exceed: each of 128 exact products is added with an error of at
 most 2**-23 of a partial sum, as tensor cores truncate."""
 TENSOR_CORE_ERROR = 4e-4
-"""Part of ``sum |q| |k|`` by which warpgroup products of e4m3 are off: they accumulate in fewer bits than FP32."""
+"""Part of ``sum |q| |k|`` by which sm_90a's products of e4m3 are off: they accumulate in fewer bits than FP32."""
 TENSOR_CORE_WORST = 4 * 33 * 2.0**-13
 """The part that cannot be exceeded: of its 32 products and the sum so far, each of 4 steps drops what lies more than 13
 bits below the largest."""

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by the scripts that gather evidence on a GPU machine: finds Python ($PYTHON) and the folder for results ($OUT,
 # build/gpu by default), and sees to it that the kernels of these sources are installed. Needs no internet: wheels that
-# the machine lacks (apache-tvm-ffi) are taken from $WHEELS (.whl by default).
+# the machine lacks (apache-tvm-ffi) are taken from $WHEELS (.whl by default). If one of this project's is there, that is
+# what is verified: tests and scripts run in a folder where no checkout is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # the project need not be installed
-out=${OUT:-build/gpu}
-wheels=${WHEELS:-.whl}
+checkout=$PWD
+mkdir -p "${OUT:-build/gpu}"
+out=$(realpath "${OUT:-build/gpu}")
+wheels=$(realpath -m "${WHEELS:-.whl}")
 python=${PYTHON:-python3}
-mkdir -p "$out"
+wheel=$(compgen -G "$wheels/flashinfer_msa-*.whl" | tail -n 1 || true)
+if [[ -n $wheel ]]; then
+  tree=$(mktemp -d)
+  cp -r tests scripts pyproject.toml "$tree"  # which has pytest's settings
+  cd "$tree"
+else
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # the project need not be installed
+fi
 
 if compgen -G "$wheels/*.whl" > /dev/null; then
   site=$(mktemp -d)
@@ -24,3 +33,9 @@ fi
 
 # Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
 "$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
+
+# The record, in the checkout and beside the results.
+keep_record() {
+  cp tests/gpu/record.json "$out/record.json"
+  [[ $PWD == "$checkout" ]] || cp tests/gpu/record.json "$checkout/tests/gpu/record.json"
+}

@@ -23,7 +23,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from flashinfer_msa.aot.matrix import units
+from flashinfer_msa.aot.matrix import ARCHITECTURES, units
 from flashinfer_msa.aot.render import launcher_digest, source_digest, tree_digest
 from flashinfer_msa.runtime import manifest as installed
 
@@ -66,7 +66,9 @@ def check(record: dict[str, Any], digest: str) -> tuple[bool, list[str]]:
         ]
     single = record.get("single")
     if single is not None and single["source_digest"] == digest:
-        failed = single["tests"]["failed"] or any(single["sanitizer"].values())
+        older = single["tests_of_older_cubins"]
+        unrun = not older["passed"]  # those tests skip where nothing is prebuilt for an older driver
+        failed = single["tests"]["failed"] or older["failed"] or unrun or any(single["sanitizer"].values())
         if failed:
             messages.append("the last GPU run had failures")
         return good and not failed, messages
@@ -104,11 +106,14 @@ def is_built() -> bool:
     try:
         found = installed.read_manifest(installed.DATA)
         found.launcher()
-        digests = {Path(entry["file"]).stem: entry["source_digest"] for entry in found.cubins(ARCHITECTURE)}
+        sets = [cubins for cubins in found.sets if cubins.architecture == ARCHITECTURE]
     except (OSError, RuntimeError):
         return False
     wanted = {unit.name: source_digest(unit) for unit in units([ARCHITECTURE])}
-    return digests == wanted and found.data["launcher"]["source_digest"] == launcher_digest()
+    built = [{Path(entry["file"]).stem: entry["source_digest"] for entry in cubins.entries} for cubins in sets]
+    has_all = {cubins.driver[0] for cubins in sets} == set(ARCHITECTURES[ARCHITECTURE].cuda)
+    same = all(digests == wanted for digests in built)
+    return has_all and same and found.data["launcher"]["source_digest"] == launcher_digest()
 
 
 def count_tests(junit: Path) -> dict[str, int]:
@@ -167,7 +172,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, Any]:
+def compilers() -> list[str]:
+    """Return who compiled the cubins of the architecture that are installed, as ``NVRTC 12.9.86``."""
+    return [
+        cubins.toolkit for cubins in installed.read_manifest(installed.DATA).sets if cubins.architecture == ARCHITECTURE
+    ]
+
+
+def make_section(junit: Path, older: Path, logs: dict[str, Path], bench: Sequence[Path]) -> dict[str, Any]:
     """Return section ``single`` from the files that a GPU run has left."""
     errors = {}
     for tool, log in logs.items():
@@ -177,10 +189,12 @@ def make_section(junit: Path, logs: dict[str, Path], bench: Path) -> dict[str, A
         errors[tool] = count
     return {
         **machine(),
+        "compilers": compilers(),
         "tests": count_tests(junit),
+        "tests_of_older_cubins": count_tests(older),
         "near_ties": count_near_ties(junit),
         "sanitizer": errors,
-        "bench": json.loads(bench.read_text()),
+        "bench": [row for path in bench for row in json.loads(path.read_text())],
     }
 
 
@@ -192,6 +206,7 @@ def make_group_section(
     counts = [count_tests(path) for path in reports]
     return {
         **machine(),
+        "compilers": compilers(),
         "gpus": gpus,
         "missing": [path.name for path in (*junit, soak, bench, *examples.values()) if not path.is_file()],
         "tests": {kind: sum(count[kind] for count in counts) for kind in ("passed", "failed", "skipped")},
@@ -219,7 +234,8 @@ def _named(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--write", "section", type=click.Choice(SECTIONS), help="Write a section from the files of a GPU run.")
 @click.option("--junit", type=FILE, multiple=True, help="pytest's XML report; repeatable with several GPUs.")
 @click.option("--sanitizer", "logs", multiple=True, metavar="TOOL=LOG", help="A log of compute-sanitizer; repeatable.")
-@click.option("--bench", type=FILE, help="Rows of scripts/gpu_bench.py.")
+@click.option("--older", type=FILE, help="pytest's XML report of the cubins for older drivers, with one GPU.")
+@click.option("--bench", type=FILE, multiple=True, help="Rows of a benchmark; repeatable with one GPU.")
 @click.option("--soak", type=FILE, help="Results of scripts/soak.py.")
 @click.option("--example", "examples", multiple=True, metavar="NAME=LOG", help="What an example printed; repeatable.")
 def main(
@@ -230,7 +246,8 @@ def main(
     section: str | None,
     junit: tuple[Path, ...],
     logs: tuple[str, ...],
-    bench: Path | None,
+    older: Path | None,
+    bench: tuple[Path, ...],
     soak: Path | None,
     examples: tuple[str, ...],
 ) -> None:
@@ -239,21 +256,22 @@ def main(
         click.echo(tree_digest(ARCHITECTURE))
     record = read()
     if section is not None:
-        if not junit or bench is None:
+        if not junit or not bench:
             raise click.UsageError("--write needs --junit and --bench")
         if not is_built():
             raise click.ClickException("the installed cubins are not those of these sources: build them first")
         if section == "single":
-            absent = [str(path) for path in (*junit, bench) if not path.is_file()]
-            if absent or len(junit) > 1:
-                raise click.UsageError(f"--write single needs one report and the rows, absent: {absent}")
-            (report,) = junit
-            record[section] = make_section(report, _named(logs), bench)
+            if older is None or len(junit) > 1:
+                raise click.UsageError("--write single needs one --junit and --older")
+            absent = [str(path) for path in (*junit, older, *bench) if not path.is_file()]
+            if absent:
+                raise click.UsageError(f"--write single needs the reports and the rows, absent: {absent}")
+            record[section] = make_section(junit[0], older, _named(logs), bench)
         else:
             if soak is None:
                 raise click.UsageError(f"--write {section} needs --soak")
             gpus = 4 if section == "multi_gpu_x4" else 2
-            record[section] = make_group_section(junit, soak, bench, _named(examples), gpus)
+            record[section] = make_group_section(junit, soak, bench[0], _named(examples), gpus)
         without = {name: value for name, value in record.items() if name != "pending"}
         if check(without, tree_digest(ARCHITECTURE))[0]:
             record = without  # nothing is left to wait for

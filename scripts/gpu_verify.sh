@@ -12,20 +12,37 @@ source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 digest=$("$python" scripts/gpu_record.py --digest)
 if [[ $(cat "$out/sources" 2> /dev/null) != "$digest" ]]; then
-  rm -f "$out"/{tests.xml,bench.json,memcheck.log,racecheck.log,synccheck.log,initcheck.log}
+  rm -f "$out"/{tests.xml,older.xml,bench.json,memcheck.log,racecheck.log,synccheck.log,initcheck.log}
   echo "$digest" > "$out/sources"
 fi
 
 # What has failed, or been interrupted, is of this run alone: only what was finished has a name that a later run finds.
-status=0 report=$out/tests.xml rows=$out/bench.json
-if [[ ! -f $report ]]; then
-  report=$out/tests.part.xml tests=0
-  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$report" 2>&1 | tee "$out/tests.log" || tests=$?
-  case $tests in
-    0) mv "$report" "$out/tests.xml" && report=$out/tests.xml ;;
+status=0 rows=$out/bench.json
+
+# run_tests <name> <arguments of pytest...>: its report is $report, final if all is well.
+run_tests() {
+  local name=$1 failed=0
+  report=$out/$name.xml
+  [[ ! -f $report ]] || return 0
+  report=$out/$name.part.xml
+  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$report" "${@:2}" 2>&1 | tee "$out/$name.log" || failed=$?
+  case $failed in
+    0) mv "$report" "$out/$name.xml" && report=$out/$name.xml ;;
     1) status=1 ;;
     *) rm -f "$report" && status=1 ;;  # no report of all tests
   esac
+}
+run_tests tests
+tests=$report
+# The cubins that an older driver gets, which this one loads too.
+FLASHINFER_MSA_DRIVER=12.9 FLASHINFER_MSA_TEST_SHAPES=small run_tests older
+older=$report
+
+# What a user has who installs the wheel beside FlashInfer.
+install_rows=()
+if [[ -n $wheel ]] && "$python" -c 'import flashinfer' 2> /dev/null; then
+  "$python" scripts/gpu_install.py "$out/install.json" --wheel "$wheel" 2>&1 | tee "$out/install.log" || status=1
+  install_rows=(--bench "$out/install.json")
 fi
 if [[ ! -f $rows ]]; then
   rows=$out/bench.part.json
@@ -76,6 +93,7 @@ for tool in "${tools[@]}"; do
   tail -n 4 "$out/$tool.log"
 done
 
-"$python" scripts/gpu_record.py --write single --junit "$report" --bench "$rows" "${arguments[@]}"
-cp tests/gpu/record.json "$out/record.json"
+"$python" scripts/gpu_record.py --write single --junit "$tests" --older "$older" --bench "$rows" \
+  "${install_rows[@]}" "${arguments[@]}"
+keep_record
 exit $status

@@ -62,7 +62,7 @@ for report in "${reports[@]}"; do
 done
 "$python" scripts/gpu_record.py --write "$section" --soak "$out/soak.json" --bench "$out/group_bench.json" \
   "${arguments[@]}" || failed+=(record)
-cp tests/gpu/record.json "$out/record.json"
+keep_record
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]}" >&2
   exit 1

@@ -289,6 +289,16 @@ def host_lines(rows: Sequence[Row]) -> list[str]:
     return paragraph(text) if figures else []
 
 
+def load_lines(rows: Sequence[Row]) -> list[str]:
+    """What an installed wheel costs before its first call."""
+    found = [row for row in rows if row["job"] == "load"]
+    times = [f"{row['name']}: {row['us'] / 1e6:.2f} s" for row in found if "us" in row]
+    sizes = [f", {row['bytes'] / 1e6:.1f} MB" for row in found if "bytes" in row]
+    note = next((f", {row['note']}" for row in found if "note" in row), "")
+    text = f"The installed wheel{''.join(sizes)}{note} (`scripts/gpu_install.py`): {', '.join(times)}."
+    return paragraph(text) if found else []
+
+
 def group_lines(section: dict[str, Any]) -> list[str]:
     """What was run with ranks that have a GPU each: tests, soak, faults, decode and prefill layers."""
     tests, rows, gpus = section["tests"], section["bench"], section["gpus"]
@@ -359,6 +369,12 @@ def figures(record: dict[str, Any]) -> str:
         f"{', '.join(single['sanitizer'])}: {errors} errors. Skipped are tests that need two GPUs, and cases that "
         f"others cover. {single['near_ties']} rows of Top16 were other than the brute force's by near ties.",
     ]
+    if "tests_of_older_cubins" in single:
+        older = single["tests_of_older_cubins"]
+        lines[0] += (
+            f" The cubins are by {' and '.join(single['compilers'])}; those of the first, which older drivers get: "
+            f"{older['passed']} tests passed, {older['failed']} failed."
+        )
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
         reason = record.get("pending", {}).get("reason", "no reason is given")
         lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]
@@ -373,6 +389,7 @@ def figures(record: dict[str, Any]) -> str:
         fused_prefill_lines,
         prefill_selection_lines,
         host_lines,
+        load_lines,
     ):
         lines += part(rows)
     if not host_lines(rows):

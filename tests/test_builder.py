@@ -63,6 +63,13 @@ class Toy:
         self.work = root / "work"
         self.out = root / "out"
         self.units = {name: unit(name) for name in ("sm_89", "sm_90a")}
+        found = toolkit.find()
+        # One of sm_89, and one of sm_90a by each major version of the compilers here.
+        self.sets = [
+            f"{name}/cuda{chosen.version[0]}"
+            for name in (self.units if found else ())
+            for chosen in toolkit.choose_all(ARCHITECTURES[name], found)
+        ]
         self.templates.mkdir()
         self.native.mkdir()
         (self.templates / "toy.cu.j2").write_text(KERNEL)
@@ -102,17 +109,18 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
 @needs_toolkit
 def test_manifest_describes_the_files(toy: Toy) -> None:
     result = toy.build()
-    assert result.compiled == 3
+    assert result.compiled == len(toy.sets) + 1
     assert set(toy.contents()) == {
         "manifest.json",
         "libflashinfer_msa.so",
-        "sm_89/toy_p128_tp2.cubin",
-        "sm_90a/toy_p128_tp2.cubin",
+        *(f"{folder}/toy_p128_tp2.cubin" for folder in toy.sets),
     }
     assert json.loads(result.path.read_text()) == result.manifest
-    entry = result.manifest["cubins"][1]
+    entry = result.manifest["cubins"][-1]
     assert (entry["architecture"], entry["capability"], entry["layout"]) == ("sm_90a", [9, 0], "p128_tp2")
     assert entry["bytes"] == len(toy.contents()[entry["file"]])
+    major = int(Path(entry["file"]).parent.name.removeprefix("cuda"))
+    assert entry["driver"] == [major, 0] and entry["toolkit"].split()[1].startswith(f"{major}.")
     kernel = entry["kernels"][0]
     assert kernel["static_shared_bytes"] == 512
     assert 0 < kernel["registers"] <= 255
@@ -132,9 +140,10 @@ def test_only_what_changed_compiles(toy: Toy) -> None:
     first = toy.build()
     toy.units["sm_90a"] = unit(scale=5)
     second = toy.build()
-    assert second.compiled == 1
+    assert second.compiled == len(toy.sets) - 1
     assert second.manifest["cubins"][0] == first.manifest["cubins"][0]
-    assert second.manifest["cubins"][1]["source_digest"] != first.manifest["cubins"][1]["source_digest"]
+    for before, after in zip(first.manifest["cubins"][1:], second.manifest["cubins"][1:], strict=True):
+        assert before["source_digest"] != after["source_digest"]
     (toy.templates / "params.h").write_text("#define TOY 2\n")
     third = toy.build()
     assert third.compiled == 1
@@ -154,13 +163,13 @@ def test_subset_keeps_what_is_current(toy: Toy) -> None:
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_89", "sm_90a"}
     toy.units["sm_89"] = unit("sm_89", scale=7)
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_90a"}
-    assert "sm_89/toy_p128_tp2.cubin" not in toy.contents()
+    assert not any(name.startswith("sm_89/") for name in toy.contents())
 
 
 @needs_toolkit
 def test_subset_drops_a_damaged_file(toy: Toy) -> None:
     toy.build()
-    (toy.out / "sm_89" / "toy_p128_tp2.cubin").write_bytes(b"damaged")
+    (toy.out / toy.sets[0] / "toy_p128_tp2.cubin").write_bytes(b"damaged")
     assert {entry["architecture"] for entry in toy.build("sm_90a").manifest["cubins"]} == {"sm_90a"}
     assert toy.build().compiled == 0
     assert {entry["architecture"] for entry in toy.build().manifest["cubins"]} == {"sm_89", "sm_90a"}
@@ -244,10 +253,17 @@ def fake_nvcc(folder: Path, version: str) -> Path:
     return path
 
 
+def fake_nvrtc(path: Path, release: str, version: str) -> Path:
+    """A library that has nothing in it but its version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\x7fELF\0" * 1000 + f"Cuda compilation tools, release {release}, V{version}\0".encode())
+    return path
+
+
 @pytest.fixture
 def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without any toolkit."""
-    for name in ("FLASHINFER_MSA_NVCC", "CUDA_HOME", "CUDA_PATH"):
+    for name in ("FLASHINFER_MSA_NVCC", "FLASHINFER_NVCC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr("sys.path", [])
@@ -257,27 +273,49 @@ def test_toolkits_are_found_in_order(no_toolkit: None, tmp_path: Path, monkeypat
     named = [fake_nvcc(tmp_path / name, version) for name, version in (("a", "12.4"), ("b", "12.9"))]
     home = fake_nvcc(tmp_path / "home", "13.1")
     on_path = fake_nvcc(tmp_path / "path", "12.0")
+    flashinfers = fake_nvcc(tmp_path / "flashinfer", "12.1")
     package = fake_nvcc(tmp_path / "site" / "nvidia" / "cu13", "13.0")
+    libraries = [
+        fake_nvrtc(tmp_path / "home" / "lib64" / "libnvrtc.so.13", "13.1", "13.1.115"),
+        fake_nvrtc(tmp_path / "site" / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13", "13.5", "13.5.37"),
+        fake_nvrtc(tmp_path / "site" / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", "12.9", "12.9.86"),
+    ]
+    (tmp_path / "site" / "nvidia" / "cu12" / "lib").mkdir(parents=True)
+    (tmp_path / "site" / "nvidia" / "cu12" / "lib" / "libnvrtc.so.12").write_bytes(b"no release in here")
+    monkeypatch.setenv("FLASHINFER_NVCC", str(flashinfers))
     monkeypatch.setenv("PATH", f"{on_path.parent}{os.pathsep}/bin")
     monkeypatch.setenv("FLASHINFER_MSA_NVCC", os.pathsep.join(map(str, named)))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
     found = toolkit.find()
-    assert [item.nvcc for item in found] == [*named, home, on_path, package]
+    assert [item.path for item in found] == [*named, flashinfers, home, on_path, package, *libraries]
     assert found[0] == Toolkit(named[0], (12, 4), "12.4.88")
-    chosen = {name: toolkit.dotted(toolkit.choose(arch, found).version) for name, arch in ARCHITECTURES.items()}
-    assert chosen == {"sm_89": "12.4", "sm_90a": "12.4", "sm_100a": "12.9", "sm_103a": "12.9", "sm_120a": "12.9"}
+    assert found[-1] == Toolkit(libraries[-1], (12, 9), "12.9.86", is_nvrtc=True)
+    assert [item.name for item in (found[0], found[-1])] == ["nvcc 12.4.88", "NVRTC 12.9.86"]
+    chosen = {name: [item.name for item in toolkit.choose_all(arch, found)] for name, arch in ARCHITECTURES.items()}
+    assert chosen == {
+        "sm_89": ["nvcc 12.4.88"],
+        "sm_90a": ["nvcc 12.4.88", "nvcc 13.1.88"],
+        **{name: ["nvcc 12.9.88"] for name in ("sm_100a", "sm_103a", "sm_120a", "sm_121a")},
+        "sm_107a": ["NVRTC 13.5.37"],
+        "sm_110a": ["nvcc 13.1.88"],
+    }
+    only_13 = [item for item in found if item.version[0] == 13]
+    assert toolkit.choose_all(ARCHITECTURES["sm_90a"], only_13) == [found[3]]
+    assert toolkit.choose_all(ARCHITECTURES["sm_89"], only_13) == [found[3]], "better than no cubins"
 
 
 def test_missing_toolkit_says_what_to_install(no_toolkit: None, tmp_path: Path) -> None:
     assert toolkit.find() == []
     with pytest.raises(
-        BuildError, match=r"sm_103a needs .* 12\.9 or newer; found: none.*pip install 'nvidia-cuda-nvcc"
+        BuildError, match=r"sm_103a needs .* 12\.9 or newer; found: none.*pip install 'nvidia-cuda-nvrtc-cu12==12\.9"
     ):
-        toolkit.choose(ARCHITECTURES["sm_103a"], [])
+        toolkit.choose_all(ARCHITECTURES["sm_103a"], [])
     old = Toolkit(tmp_path / "nvcc", (12, 8), "12.8.93")
-    with pytest.raises(BuildError, match=r"found: 12\.8 at "):
-        toolkit.choose(ARCHITECTURES["sm_103a"], [old])
+    with pytest.raises(BuildError, match=r"found: nvcc 12\.8\.93 at .*/nvcc\."):
+        toolkit.choose_all(ARCHITECTURES["sm_103a"], [old])
+    with pytest.raises(BuildError, match=r"sm_107a needs .* 13\.4 or newer.*pip install 'nvidia-cuda-nvrtc==13\.5"):
+        toolkit.choose_all(ARCHITECTURES["sm_107a"], [old])
 
 
 def test_named_toolkit_must_work(no_toolkit: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ def record_script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("gpu_record")
 
 
-def section(digest: str, failed: int = 0, errors: int = 0) -> dict[str, object]:
-    """A section as a GPU run writes it."""
-    return {"source_digest": digest, "tests": {"failed": failed}, "sanitizer": {"memcheck": errors}}
+def section(digest: str, failed: int = 0, errors: int = 0, older: tuple[int, int] = (9, 0)) -> dict[str, object]:
+    """A section as a GPU run writes it; ``older`` is what passed and failed with the cubins for older drivers."""
+    tests = {"tests": {"failed": failed}, "tests_of_older_cubins": dict(zip(("passed", "failed"), older, strict=True))}
+    return {"source_digest": digest, **tests, "sanitizer": {"memcheck": errors}}
 
 
 def soaked(**more: object) -> list[dict[str, object]]:
@@ -57,11 +58,24 @@ def test_the_record_is_of_these_sources() -> None:
         ({"single": section("new")}, True, ""),
         ({"single": section("new", failed=1)}, False, "failures"),
         ({"single": section("new", errors=2)}, False, "failures"),
+        ({"single": section("new", older=(8, 1))}, False, "failures"),
+        ({"single": section("new", older=(0, 0))}, False, "failures"),
         ({"single": section("new"), "multi_gpu": group_section("old", soak=[])}, True, "tables mark it stale"),
         ({"single": section("old"), "pending": {"source_digest": "new", "reason": "no GPU"}}, True, "no GPU"),
         ({"single": section("old"), "pending": {"source_digest": "older", "reason": "no GPU"}}, False, "--pending"),
     ],
-    ids=["none", "stale", "current", "failed-tests", "sanitizer-errors", "stale-multi", "pending", "stale-pending"],
+    ids=[
+        "none",
+        "stale",
+        "current",
+        "failed-tests",
+        "sanitizer-errors",
+        "older-failed",
+        "older-unrun",
+        "stale-multi",
+        "pending",
+        "stale-pending",
+    ],
 )
 def test_check(record_script: ModuleType, record: dict[str, object], good: bool, word: str) -> None:
     """Only current evidence without failures passes, or a pending mark for these very sources."""
@@ -122,6 +136,7 @@ def test_a_section_of_several_gpus_is_made_of_what_is_there(
 ) -> None:
     """Reports add up, and a step that has left nothing is named."""
     monkeypatch.setattr(record_script, "machine", lambda: {"gpu": "GPU X", "source_digest": "new"})
+    monkeypatch.setattr(record_script, "compilers", lambda: ["nvcc 1", "NVRTC 2"])
     faults, group, log = tmp_path / "faults.xml", tmp_path / "group.xml", tmp_path / "tp_decode.log"
     faults.write_text(
         '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"><testcase><properties>'
@@ -140,6 +155,7 @@ def test_a_section_of_several_gpus_is_made_of_what_is_there(
     assert made == {
         "gpu": "GPU X",
         "source_digest": "new",
+        "compilers": ["nvcc 1", "NVRTC 2"],
         "gpus": 2,
         "missing": ["absent.xml", "bench.json"],
         "tests": {"passed": 8, "failed": 1, "skipped": 1},
@@ -151,6 +167,37 @@ def test_a_section_of_several_gpus_is_made_of_what_is_there(
     }
     assert record_script.read_example("it\nhangs\n") == {"status": -1, "output": ["it", "hangs"]}
     assert record_script.read_example("exit status 124") == {"status": 124, "output": []}
+
+
+def test_a_section_of_one_gpu_has_all_rows(
+    record_script: ModuleType, load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the benchmark and of the installed wheel, and the tests of both sets of cubins; README tells them."""
+    monkeypatch.setattr(record_script, "machine", lambda: {"gpu": "H", "driver": "1", "torch": "2", "date": "today"})
+    monkeypatch.setattr(record_script, "compilers", lambda: ["NVRTC 12.9.86", "nvcc 13.0.88"])
+    for name, passed in (("tests", 7), ("older", 5)):
+        suite = f'<testsuite tests="{passed}" failures="0" errors="0" skipped="0"/>'
+        (tmp_path / f"{name}.xml").write_text(f"<testsuites>{suite}</testsuites>")
+    rows = [
+        {"job": "host", "name": "decode", "us": 10.0, "cold": False},
+        {"job": "load", "name": "import", "us": 61234.0, "cold": False, "note": "beside FlashInfer 0.7.4"},
+        {"job": "load", "name": "wheel", "bytes": 4_200_000, "cold": False},
+    ]
+    for name, part in (("bench", rows[:1]), ("install", rows[1:])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    (tmp_path / "memcheck.log").write_text("ERROR SUMMARY: 0 errors\n")
+    made = record_script.make_section(
+        tmp_path / "tests.xml",
+        tmp_path / "older.xml",
+        {"memcheck": tmp_path / "memcheck.log"},
+        [tmp_path / "bench.json", tmp_path / "install.json"],
+    )
+    assert made["bench"] == rows and made["tests"]["passed"] == 7 and made["tests_of_older_cubins"]["passed"] == 5
+    text = load_script("readme_figures").figures({"single": {**made, "source_digest": "new"}})
+    assert "by NVRTC 12.9.86 and nvcc 13.0.88; those of the first, which older drivers get: 5 tests passed, 0" in text
+    assert (
+        "The installed wheel, 4.2 MB, beside FlashInfer 0.7.4" in text.replace("\n", " ") and "import: 0.06 s" in text
+    )
 
 
 def test_readme_has_tables_of_several_gpus_where_there_is_a_section(load_script: Callable[[str], ModuleType]) -> None:
@@ -201,4 +248,5 @@ def test_rows_have_the_fields_of_the_record() -> None:
     record = json.loads((SCRIPT.parent.parent / "tests" / "gpu" / "record.json").read_text())
     for name in set(record) - {"pending"}:
         for row in record[name]["bench"]:
-            assert isinstance(row["job"], str) and isinstance(row["cold"], bool) and row["us"] > 0, row
+            assert isinstance(row["job"], str) and isinstance(row["cold"], bool), row
+            assert row["us" if "us" in row else "bytes"] > 0, row

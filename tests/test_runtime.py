@@ -18,22 +18,24 @@ import torch
 
 import flashinfer_msa
 from flashinfer_msa import last_fault, msa_ops
+from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.runtime import fault, loader, native
 from flashinfer_msa.runtime.fault import Fault
-from flashinfer_msa.runtime.manifest import DATA, Manifest, load_manifest, read_manifest
+from flashinfer_msa.runtime.loader import Kernels
+from flashinfer_msa.runtime.manifest import DATA, CubinSet, Manifest, load_manifest, read_manifest
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the installed data: the launcher, the manifest, and the cubins of the first architecture in it."""
+    """A copy of the installed data: the launcher, the manifest, and the first set of cubins in it."""
     installed = load_manifest()
     root = tmp_path / "data"
-    architecture = installed.architectures[0]
-    shutil.copytree(DATA / architecture, root / architecture)
+    cubins = installed.sets[0]
+    shutil.copytree(DATA / cubins.architecture, root / cubins.architecture)
     shutil.copy(installed.launcher(), root)
-    data = {**installed.data, "cubins": installed.cubins(architecture)}
+    data = {**installed.data, "cubins": cubins.entries}
     (root / "manifest.json").write_text(json.dumps(data))
     return root
 
@@ -58,9 +60,13 @@ def merge_nothing(**changes: Any) -> None:
 def test_the_installed_manifest_is_intact() -> None:
     installed = load_manifest()
     assert installed.launcher().is_file()
-    for architecture in installed.architectures:
-        for entry in installed.cubins(architecture):
-            assert installed.read_cubin(entry).startswith(b"\x7fELF")
+    for cubins in installed.sets:
+        assert cubins.toolkit.startswith(("nvcc ", "NVRTC ")) and cubins.driver in ((12, 0), (13, 0))
+        for entry in cubins.entries:
+            content = installed.read_cubin(entry)
+            assert content.startswith(b"\x7fELF")
+            # What drivers of CUDA 12 load, and what they do not.
+            assert content[8] == (7 if cubins.driver[0] == 12 else 8)
 
 
 def test_a_missing_manifest_says_what_to_do(tmp_path: Path) -> None:
@@ -78,11 +84,11 @@ def test_a_missing_manifest_says_what_to_do(tmp_path: Path) -> None:
         (b"", "cannot be read"),
         (b"{", "cannot be read"),
         (b"\xff\xfe{}", "cannot be read"),
-        (b"[]", "must have schema 1, has None"),
-        (b"null", "must have schema 1, has None"),
-        (b"{}", "must have schema 1, has None"),
-        (b'{"schema": 2}', "must have schema 1, has 2"),
-        (b'{"schema": "1"}', "must have schema 1, has 1"),
+        (b"[]", "must have schema 2, has None"),
+        (b"null", "must have schema 2, has None"),
+        (b"{}", "must have schema 2, has None"),
+        (b'{"schema": 1}', "must have schema 2, has 1"),
+        (b'{"schema": "2"}', "must have schema 2, has 2"),
     ),
 )
 def test_a_broken_manifest_says_what_to_do(tmp_path: Path, content: bytes, says: str) -> None:
@@ -114,7 +120,7 @@ DAMAGE: tuple[tuple[Callable[[Path], Any], str], ...] = (
 @pytest.mark.parametrize(("damage", "says"), DAMAGE, ids=("tampered", "truncated", "empty", "missing"))
 def test_a_damaged_file_is_refused(copied: Path, damage: Callable[[Path], Any], says: str) -> None:
     manifest = read_manifest(copied)
-    entries = manifest.cubins(manifest.architectures[0])
+    entries = manifest.sets[0].entries
     damage(copied / entries[-1]["file"])
     assert manifest.read_cubin(entries[0])
     with pytest.raises(RuntimeError, match=f"{entries[-1]['file']} {says}.*reinstall the package, or build it again"):
@@ -149,12 +155,22 @@ def test_a_call_without_an_installation_says_what_to_do(tmp_path: Path, monkeypa
 
 # --- architectures ----------------------------------------------------------------------------------------------------
 
-ALL = {"sm_89": (8, 9), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3), "sm_120a": (12, 0)}
+ALL = {name: architecture.capability for name, architecture in ARCHITECTURES.items()}
 
 
-def manifest_of(architectures: dict[str, tuple[int, int]]) -> Manifest:
-    """A manifest with two cubins of each architecture."""
-    cubins = [{"architecture": name, "capability": list(capability)} for name, capability in architectures.items()]
+def manifest_of(architectures: dict[str, tuple[int, int]], majors: Sequence[int] = (12,)) -> Manifest:
+    """A manifest with two cubins of each architecture by a compiler of each major version."""
+    cubins = [
+        {
+            "architecture": name,
+            "capability": list(capability),
+            "driver": [major, 0],
+            "toolkit": f"nvcc {major}.0.1",
+            "tested_on": "",
+        }
+        for name, capability in architectures.items()
+        for major in majors
+    ]
     return Manifest(Path("nowhere"), {"cubins": [cubin for cubin in cubins for _ in range(2)]})
 
 
@@ -166,8 +182,8 @@ def manifest_of(architectures: dict[str, tuple[int, int]]) -> Manifest:
         (ALL, (9, 1), None),
         (ALL, (10, 1), None),
         (ALL, (10, 4), None),
-        (ALL, (12, 1), None),
-        (ALL, (11, 0), None),
+        (ALL, (12, 2), None),
+        (ALL, (11, 1), None),
         (ALL, (8, 6), None),
         (ALL, (8, 0), None),
         (ALL, (7, 5), None),
@@ -188,27 +204,83 @@ def test_choice_of_an_architecture(
     architectures: dict[str, tuple[int, int]], capability: tuple[int, int], expected: str | None
 ) -> None:
     manifest = manifest_of(architectures)
-    assert manifest.architecture_for(capability) == expected
+    found = manifest.find(capability, (12, 4))
+    assert (found and found.architecture) == expected
     assert manifest.architectures == list(architectures)
-    if expected:
-        assert loader.find_architecture(manifest, capability, "cuda:0") == expected
-        assert len(manifest.cubins(expected)) == 2
+    if found:
+        assert loader.find_kernels(manifest, capability, (12, 4), "cuda:0") == Kernels(found.architecture, found)
+        assert len(found.entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("majors", "driver", "expected"),
+    (
+        ((12, 13), (13, 0), 13),
+        ((12, 13), (13, 5), 13),
+        ((12, 13), (14, 0), 13),
+        ((12, 13), (12, 9), 12),
+        ((12, 13), (12, 0), 12),
+        ((12, 13), (11, 8), None),
+        ((12,), (13, 0), 12),
+        ((13,), (13, 0), 13),
+        ((13,), (12, 9), None),
+        ((12, 13), (0, 0), None),
+    ),
+)
+def test_choice_of_a_set_by_the_driver(majors: Sequence[int], driver: tuple[int, int], expected: int | None) -> None:
+    """The newest that the driver loads; where there is none, what this machine can compile."""
+    found = loader.find_kernels(manifest_of(ALL, majors), (9, 0), driver, "cuda:0")
+    assert found.architecture == "sm_90a"
+    assert (found.prebuilt and found.prebuilt.driver[0]) == expected
+
+
+def test_cubins_of_one_source_are_alike_whoever_compiled_them() -> None:
+    """What ranks compare is the same for a set of either compiler, and for kernels that are compiled later."""
+    sets = [cubins for cubins in load_manifest().sets if cubins.architecture == "sm_90a"]
+    digests = [Kernels("sm_90a", cubins).source_digests() for cubins in [*sets, None]]
+    assert len(digests) > 1 and len(set(map(tuple, digests))) == 1
+
+
+def test_an_architecture_that_is_not_prebuilt_is_compiled() -> None:
+    assert loader.find_kernels(manifest_of({}), (9, 0), (13, 0), "cuda:0") == Kernels("sm_90a", None)
+    assert loader.find_kernels(manifest_of({"sm_90a": (9, 0)}), (12, 1), (13, 0), "cuda:0") == Kernels("sm_121a", None)
+
+
+@pytest.mark.parametrize(("stated", "expected"), (("12.4", (12, 4)), ("13", (13, 0)), ("12.10", (12, 10))))
+def test_the_drivers_version_can_be_stated(
+    monkeypatch: pytest.MonkeyPatch, stated: str, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("FLASHINFER_MSA_DRIVER", stated)
+    assert loader.driver_version.__wrapped__() == expected
+
+
+@pytest.mark.parametrize("stated", ("new", "12.x", ".4", "-12", "12.4.1"))
+def test_a_version_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, stated: str) -> None:
+    monkeypatch.setenv("FLASHINFER_MSA_DRIVER", stated)
+    with pytest.raises(ValueError, match=f"FLASHINFER_MSA_DRIVER must be a CUDA version such as 12.4, was '{stated}'"):
+        loader.driver_version.__wrapped__()
+
+
+@without_cuda
+def test_without_a_driver_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHINFER_MSA_DRIVER", raising=False)
+    assert loader.driver_version.__wrapped__() == (0, 0)
 
 
 def test_an_unsupported_gpu_says_what_is_installed_and_what_to_do() -> None:
     with pytest.raises(ValueError) as caught:
-        loader.find_architecture(manifest_of(ALL), (7, 5), "cuda:3")
+        loader.find_kernels(manifest_of({"sm_89": (8, 9)}), (7, 5), (13, 0), "cuda:3")
     message = str(caught.value)
     assert message.startswith("device must be ")
     for part in (
         "was cuda:3 of compute capability 7.5",
-        f"installed: {', '.join(ALL)}.",
-        "flashinfer-msa build --arch",
+        "installed: sm_89; ",
+        f"can be compiled: {', '.join(ALL)}.",
     ):
         assert part in message
     assert "backend='torch'" in message
     with pytest.raises(ValueError, match="installed: none"):
-        loader.find_architecture(manifest_of({}), (9, 0), "cuda:0")
+        loader.find_kernels(manifest_of({}), (9, 1), (13, 0), "cuda:0")
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -217,12 +289,12 @@ def test_an_unsupported_gpu_says_what_is_installed_and_what_to_do() -> None:
 class FakeLauncher:
     """Stands for the native calls of the loader, and keeps what was called in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, architecture: str, manifest: Manifest | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cubins: CubinSet, manifest: Manifest | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fail_at: int | None = None
         for name in ("load_cubin", "load_kernel", "mark_ready"):
             monkeypatch.setattr(native, name, self._record(name))
-        monkeypatch.setattr(loader, "architecture_of", lambda device: architecture)
+        monkeypatch.setattr(loader, "kernels_of", lambda device: Kernels(cubins.architecture, cubins))
         monkeypatch.setattr(loader, "_loaded", {})
         if manifest is not None:
             monkeypatch.setattr(loader, "load_manifest", lambda: manifest)
@@ -238,15 +310,15 @@ class FakeLauncher:
 
 
 @pytest.fixture
-def architecture() -> str:
-    return load_manifest().architectures[-1]
+def cubins() -> CubinSet:
+    return load_manifest().sets[-1]
 
 
-def expected_calls(architecture: str, index: int) -> list[tuple[Any, ...]]:
-    """The native calls that make every kernel in the manifest resident, ready last."""
+def expected_calls(cubins: CubinSet, index: int) -> list[tuple[Any, ...]]:
+    """The native calls that make every kernel of a set resident, ready last."""
     manifest = load_manifest()
     calls: list[tuple[Any, ...]] = []
-    for entry in manifest.cubins(architecture):
+    for entry in cubins.entries:
         calls.append(("load_cubin", index, manifest.read_cubin(entry)))
         module = len(calls)
         page_size, world_size = map(int, entry["layout"][1:].split("_tp")) if entry["layout"] else (0, 0)
@@ -257,30 +329,30 @@ def expected_calls(architecture: str, index: int) -> list[tuple[Any, ...]]:
 
 
 def test_load_device_loads_every_kernel_once_and_is_ready_last(
-    monkeypatch: pytest.MonkeyPatch, architecture: str
+    monkeypatch: pytest.MonkeyPatch, cubins: CubinSet
 ) -> None:
-    launcher = FakeLauncher(monkeypatch, architecture)
+    launcher = FakeLauncher(monkeypatch, cubins)
     loader.load_device(1)
-    assert launcher.calls == expected_calls(architecture, 1)
+    assert launcher.calls == expected_calls(cubins, 1)
     layouts_and_roles = [call[3:6] for call in launcher.calls if call[0] == "load_kernel"]
     assert len(set(layouts_and_roles)) == len(layouts_and_roles)
     assert {(page, world) for page, world, _ in layouts_and_roles} == {(0, 0), (128, 2), (128, 4), (256, 2), (256, 4)}
     loader.load_device(1)
-    assert launcher.calls == expected_calls(architecture, 1)
+    assert launcher.calls == expected_calls(cubins, 1)
     loader.load_device(0)
-    assert launcher.calls[-1] == ("mark_ready", 0) and len(launcher.calls) == 2 * len(expected_calls(architecture, 0))
+    assert launcher.calls[-1] == ("mark_ready", 0) and len(launcher.calls) == 2 * len(expected_calls(cubins, 0))
 
 
 @pytest.mark.parametrize("fail_at", (0, 3, -1), ids=("the first cubin", "a kernel", "the end"))
-def test_a_failure_leaves_the_device_loadable(monkeypatch: pytest.MonkeyPatch, architecture: str, fail_at: int) -> None:
-    launcher = FakeLauncher(monkeypatch, architecture)
-    launcher.fail_at = fail_at % len(expected_calls(architecture, 0))
+def test_a_failure_leaves_the_device_loadable(monkeypatch: pytest.MonkeyPatch, cubins: CubinSet, fail_at: int) -> None:
+    launcher = FakeLauncher(monkeypatch, cubins)
+    launcher.fail_at = fail_at % len(expected_calls(cubins, 0))
     with pytest.raises(RuntimeError, match="loading failed"):
         loader.load_device(0)
     assert not any(name == "mark_ready" for name, *_ in launcher.calls)
     launcher.fail_at, launcher.calls = None, []
     loader.load_device(0)
-    assert launcher.calls == expected_calls(architecture, 0)
+    assert launcher.calls == expected_calls(cubins, 0)
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGE, ids=("tampered", "truncated", "empty", "missing"))
@@ -288,7 +360,7 @@ def test_a_device_with_a_damaged_cubin_is_never_ready(
     monkeypatch: pytest.MonkeyPatch, copied: Path, damage: Callable[[Path], Any], says: str
 ) -> None:
     manifest = read_manifest(copied)
-    launcher = FakeLauncher(monkeypatch, manifest.architectures[0], manifest)
+    launcher = FakeLauncher(monkeypatch, manifest.sets[0], manifest)
     damage(copied / manifest.data["cubins"][-1]["file"])
     with pytest.raises(RuntimeError, match=says):
         loader.load_device(0)

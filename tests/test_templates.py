@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer_msa.aot import matrix
+from flashinfer_msa.aot import matrix, nvrtc, toolkit
 from flashinfer_msa.aot.build import BuildResult
 from flashinfer_msa.aot.matrix import ARCHITECTURES, Unit
 from flashinfer_msa.aot.render import render, tree_digest
@@ -38,7 +37,8 @@ def test_names_are_unique() -> None:
         kernels = [(unit, kernel) for unit in matrix.units([name]) for kernel in unit.kernels]
         assert len({(unit.layout, kernel.role) for unit, kernel in kernels}) == len(kernels)
         jobs = {
-            (unit.layout, kernel.role if arch.wgmma else kernel.role.removesuffix("_exact")) for unit, kernel in kernels
+            (unit.layout, kernel.role if arch.fp8_products else kernel.role.removesuffix("_exact"))
+            for unit, kernel in kernels
         }
         symbols = {(unit.layout, kernel.symbol) for unit, kernel in kernels}
         assert len({symbol for _, symbol in symbols}) == len(symbols) == len(jobs)
@@ -58,15 +58,30 @@ def test_tree_digest_is_of_the_sources_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architecture_compiles(name: str, built: BuildResult) -> None:
-    entries = {Path(entry["file"]).stem: entry for entry in built.manifest["cubins"] if entry["architecture"] == name}
-    if not entries:
-        pytest.skip(f"no CUDA toolkit here knows {name}")
+def test_e4m3_is_multiplied_where_tensor_cores_do(name: str) -> None:
+    """Elsewhere a compiler would make conversions of it, of both operands in every product."""
+    arch = ARCHITECTURES[name]
     for unit in matrix.units([name]):
-        entry = entries[unit.name]
+        scores = unit.job == "prefill_score"
+        source = render(unit)
+        assert ("wgmma.mma_async" in source) == (scores and arch.wgmma)
+        assert ("mma.sync.aligned.m16n8k32" in source) == (scores and arch.fp8_products and not arch.wgmma)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_compiles(name: str, built: BuildResult) -> None:
+    entries = [entry for entry in built.manifest["cubins"] if entry["architecture"] == name]
+    if not entries:
+        pytest.skip(f"no CUDA compiler here knows {name}")
+    units = {unit.name: unit for unit in matrix.units([name])}
+    compilers = {entry["toolkit"] for entry in entries}
+    assert len(entries) == len(compilers) * len(units)
+    for entry in entries:
+        unit = units[Path(entry["file"]).stem]
         cubin = (built.path.parent / entry["file"]).read_bytes()
         assert len(cubin) == entry["bytes"] > 0
-        assert b"_INTERNAL_" not in cubin, "the name of a static device variable carries a hash of the build's path"
+        if entry["toolkit"].startswith("nvcc"):  # to NVRTC, every source has the same path
+            assert b"_INTERNAL_" not in cubin, "the name of a static device variable carries a hash of the build's path"
         assert b"_GLOBAL__N_" not in cubin and "namespace {" not in render(unit), "so does an anonymous namespace's"
         assert [kernel["symbol"] for kernel in entry["kernels"]] == [kernel.symbol for kernel in unit.kernels]
         for kernel in entry["kernels"]:
@@ -74,39 +89,16 @@ def test_architecture_compiles(name: str, built: BuildResult) -> None:
             assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
 
 
-class Nvrtc:
-    """The run-time compiler, loaded from its package."""
-
-    def __init__(self) -> None:
-        folders = [Path(entry) / "nvidia" / "cu13" / "lib" for entry in sys.path]
-        found = next((folder for folder in folders if (folder / "libnvrtc.so.13").is_file()), None)
-        if found is None:
-            pytest.skip("needs the package nvidia-cuda-nvrtc")
-        for builtins in found.glob("libnvrtc-builtins.so*"):
-            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-        self.library = ctypes.CDLL(str(found / "libnvrtc.so.13"))
-
-    def compile(self, source: str, architecture: str) -> tuple[int, str]:
-        """Size of the cubin and the log; no include folder is given."""
-        program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"-std=c++17")
-        assert self.library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k.cu", 0, None, None) == 0
-        failed = self.library.nvrtcCompileProgram(program, 2, options)
-        self.library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        self.library.nvrtcGetProgramLog(program, log)
-        size.value = 0
-        if not failed:
-            self.library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        self.library.nvrtcDestroyProgram(ctypes.byref(program))
-        return size.value, log.value.decode()
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_nvrtc_compiles_too(name: str) -> None:
-    """No unit needs a host compiler or a header: the common kernels, and a layout's (all on the tuned architecture)."""
-    nvrtc = Nvrtc()
+def test_nvrtc_compiles_too(name: str, built: BuildResult) -> None:
+    """No unit needs a host compiler or a header: where the build used nvcc, the common kernels and one layout's."""
+    if any(e["architecture"] == name and e["toolkit"].startswith("NVRTC") for e in built.manifest["cubins"]):
+        return
+    arch = ARCHITECTURES[name]
+    chosen = toolkit.choose(arch, (found for found in toolkit.find() if found.is_nvrtc))
+    if chosen is None:
+        pytest.skip(f"no NVRTC here knows {name}")
     for unit in matrix.units([name]):
-        if name == "sm_90a" or unit.layout in (None, LAYOUTS["p256_tp4"]):
-            size, log = nvrtc.compile(render(unit), name)
-            assert size > 0, log
+        if unit.layout in (None, LAYOUTS["p256_tp4"]):
+            cubin, _ = nvrtc.compile_source(render(unit).encode(), chosen.path, list(toolkit.nvrtc_flags(arch)))
+            assert cubin

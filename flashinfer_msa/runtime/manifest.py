@@ -13,8 +13,34 @@ from typing import Any
 DATA = Path(__file__).resolve().parent.parent / "data"
 """Folder of the manifest, the cubins and the launcher."""
 FILE = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
 _REINSTALL = "reinstall the package, or build it again with `flashinfer-msa build`"
+
+
+@dataclass(frozen=True)
+class CubinSet:
+    """The cubins of one architecture from one compiler.
+
+    ``driver`` is the oldest CUDA version that a driver must support to load them, such as ``(12, 0)``.
+    """
+
+    architecture: str
+    capability: tuple[int, int]
+    driver: tuple[int, int]
+    toolkit: str
+    tested_on: str
+    entries: tuple[dict[str, Any], ...]
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a device of ``capability`` runs them.
+
+        It does if they are for exactly that, or for an older minor version of it, unless they are
+        architecture-specific (the name ends in ``a``).
+        """
+        if self.capability == capability:
+            return True
+        older = self.capability[0] == capability[0] and self.capability[1] < capability[1]
+        return older and not self.architecture.endswith("a")
 
 
 @dataclass(frozen=True)
@@ -24,36 +50,38 @@ class Manifest:
     root: Path
     data: dict[str, Any]
 
+    @functools.cached_property
+    def sets(self) -> list[CubinSet]:
+        """The sets of cubins that are here."""
+        by_set: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for entry in self.data["cubins"]:
+            identity = (
+                entry["architecture"],
+                tuple(entry["capability"]),
+                tuple(entry["driver"]),
+                entry["toolkit"],
+                entry["tested_on"],
+            )
+            by_set.setdefault(identity, []).append(entry)
+        return [CubinSet(*identity, tuple(entries)) for identity, entries in by_set.items()]
+
     @property
     def architectures(self) -> list[str]:
         """Architectures that have cubins here."""
-        return list(dict.fromkeys(cubin["architecture"] for cubin in self.data["cubins"]))
+        return list(dict.fromkeys(cubin_set.architecture for cubin_set in self.sets))
+
+    def find(self, capability: tuple[int, int], driver: tuple[int, int]) -> CubinSet | None:
+        """The cubins for a device of ``capability`` that a driver of CUDA version ``driver`` loads, or None.
+
+        Of several, those for the newest capability, and of these the newest compiler's.
+        """
+        fitting = [found for found in self.sets if found.runs_on(capability) and found.driver <= driver]
+        return max(fitting, key=lambda found: (found.capability, found.architecture, found.driver), default=None)
 
     def launcher(self) -> Path:
         """Path of the native launcher, its bytes verified."""
         self._read(self.data["launcher"])
         return self.root / self.data["launcher"]["file"]
-
-    def architecture_for(self, capability: tuple[int, int]) -> str | None:
-        """Name of the architecture whose cubins run on a device of ``capability``, or None.
-
-        A cubin built for exactly this capability comes first. Else one of the same major version and an older minor
-        version serves, unless it is architecture-specific (its name ends in ``a``).
-        """
-        found: dict[str, tuple[int, int]] = {
-            cubin["architecture"]: tuple(cubin["capability"]) for cubin in self.data["cubins"]
-        }
-        fitting = [
-            (built_for, name)
-            for name, built_for in found.items()
-            if built_for == capability
-            or (not name.endswith("a") and built_for[0] == capability[0] and built_for[1] < capability[1])
-        ]
-        return max(fitting)[1] if fitting else None
-
-    def cubins(self, architecture: str) -> list[dict[str, Any]]:
-        """Entries of the cubins of one architecture."""
-        return [cubin for cubin in self.data["cubins"] if cubin["architecture"] == architecture]
 
     def read_cubin(self, entry: dict[str, Any]) -> bytes:
         """Bytes of a cubin; ``RuntimeError`` where they are not those that the manifest describes."""

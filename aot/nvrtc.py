@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a source to a cubin with NVRTC: ``nvrtc.py LIBRARY CUBIN SOURCE OPTION...``; its log goes to stderr.
+
+A program of the standard library alone, since what a process has in memory before decides some of what the compiler
+does: run as ``env -i python -I -S``, it gives the same bytes from the same source, whatever the environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+
+class NvrtcError(RuntimeError):
+    """A source that does not compile, with the compiler's log, or a library that cannot be used."""
+
+
+def compile_source(source: bytes, library: Path, options: list[str]) -> tuple[bytes, str]:
+    """Return the cubin of ``source`` and the compiler's log. ``options`` name a real architecture, such as sm_90a."""
+    try:
+        # Beside the library, and found by nothing else where its folder is not on the loader's path.
+        for builtins in sorted(library.parent.glob("libnvrtc-builtins.so*")):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+        nvrtc = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NvrtcError(f"{library} cannot be loaded: {error}") from error
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def check(result: int) -> None:
+        if result:
+            raise NvrtcError(f"{library}: {nvrtc.nvrtcGetErrorString(result).decode()}")
+
+    def read(size_of: str, content_of: str) -> bytes:
+        size = ctypes.c_size_t()
+        check(getattr(nvrtc, size_of)(program, ctypes.byref(size)))
+        content = ctypes.create_string_buffer(size.value)
+        check(getattr(nvrtc, content_of)(program, content))
+        return content.raw
+
+    program = ctypes.c_void_p()
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None))
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        result = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        log = read("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode()
+        if result:
+            raise NvrtcError(f"{nvrtc.nvrtcGetErrorString(result).decode()}\n{log}")
+        return read("nvrtcGetCUBINSize", "nvrtcGetCUBIN"), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def main() -> None:
+    """Compile, and write the cubin last."""
+    library, cubin, source = map(Path, sys.argv[1:4])
+    try:
+        content, log = compile_source(source.read_bytes(), library, sys.argv[4:])
+    except NvrtcError as error:
+        raise SystemExit(str(error)) from None
+    print(log, file=sys.stderr)
+    cubin.write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()

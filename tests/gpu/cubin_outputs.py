@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kernel writes for fixed inputs, as digests by case, and who compiled it: ``cubin_outputs.py [--compile]``.
+
+A program of its own, since a process loads the kernels of a GPU once. With ``--compile`` no cubin is taken to be
+prebuilt; ``FLASHINFER_MSA_DRIVER`` chooses among those that are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+from simulated_group import Group
+
+from flashinfer_msa import msa_ops
+from flashinfer_msa.accumulation import ACCUMULATIONS
+from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, Layout
+from flashinfer_msa.runtime import loader
+from flashinfer_msa.runtime.manifest import DATA, Manifest, load_manifest
+from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, run_local_prefill
+
+POISON = -12345.5
+LENGTHS = [1, 127, 128, 129, 500, 1000, 4097, 20000]
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    """SHA-256 of the bytes of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def decode(layout: Layout, query_len: int) -> dict[str, str]:
+    """Score planes, receive rows and Top16 of both chains, in both row forms."""
+    problem = DecodeProblem.random(
+        layout, seq_lens=[length + query_len for length in LENGTHS], decode_query_len=query_len, device="cuda", seed=7
+    )
+    tokens = len(problem.index_q)
+    found = {}
+    for tagged in (False, True):
+        for fused in (False, True):
+            group = Group.make(layout, tokens=tokens, max_model_len=32768)
+            planes, outputs = group.scores(tokens), group.outputs(tokens)
+            form = {"slot": 1, "tagged": tagged}
+            for rank, plan in enumerate(group.plans):
+                pool = None
+                if fused:
+                    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
+                    pool = torch.zeros(size, dtype=torch.uint8, device=plan.device)
+                scores = None if fused else planes[rank]
+                group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **form)
+            rows = [digest(comm.tagged_recv if tagged else comm.recv) for comm in group.comms]
+            for rank, output in enumerate(outputs):
+                group.merge(rank, problem, output, **form)
+            name = f"decode {layout.name} {query_len} {'tagged' if tagged else 'legacy'}{' fused' if fused else ''}"
+            found[name] = digest(*planes, *outputs) + "".join(rows)
+    return found
+
+
+def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
+    """Score rows, carriers of both chains, and the merge."""
+    problem = PrefillProblem.random(
+        layout, query_lens=[100, 0, 1, 300], kv_lens=[150, 900, 1, 9000], positions=[50, 0, 0, 8000], device="cuda"
+    )
+    tokens = len(problem.index_q)
+    group = Group.make(layout, tokens=8, max_model_len=32768, accumulation=accumulation)
+    found = {}
+    for fused in (False, True):
+        carriers = []
+        for plan in group.plans:
+            scratch = torch.full(plan.prefill_scratch_shape(), POISON, device="cuda")
+            pool = torch.zeros(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda") if fused else None
+            carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+            run_local_prefill(
+                plan, problem, problem.shard(plan.rank), None if fused else scratch, carrier, tokens, pool
+            )
+            carriers.append(carrier[:, :tokens].clone())
+        heads = NUM_HEADS // layout.world_size
+        received = torch.stack([carrier[:heads] for carrier in carriers])
+        output = torch.full((tokens, heads, 16), -777, dtype=torch.int32, device="cuda")
+        group.plans[0].prefill_merge(received, problem.num_valid_pages, output)
+        found[f"prefill {layout.name} {accumulation}{' fused' if fused else ''}"] = digest(*carriers, output)
+    return found
+
+
+def main() -> None:
+    """Print a JSON object: the compiler's name, and the digests by case."""
+    if "--compile" in sys.argv:
+        nothing = Manifest(DATA, {**load_manifest().data, "cubins": []})
+        loader.load_manifest = lambda: nothing
+    index = torch.cuda.current_device()
+    loader.load_device(index)
+    found = {"compiler": loader.loaded_cubins(index).toolkit}
+    for layout in LAYOUTS.values():
+        for query_len in (1, 3, 5, 8):
+            found |= decode(layout, query_len)
+        for accumulation in ACCUMULATIONS:
+            found |= prefill(layout, accumulation)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
