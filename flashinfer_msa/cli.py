@@ -176,7 +176,7 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     """Return the backend to run and why."""
     import torch
 
-    from flashinfer_msa.runtime.manifest import load_manifest
+    from flashinfer_msa.runtime.loader import kernels_of
 
     if backend == "cake" and device.type != "cuda":
         raise click.UsageError("--backend cake needs a CUDA device; use --backend torch here")
@@ -185,16 +185,15 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "torch", "no CUDA device" if not torch.cuda.is_available() else "on the CPU as asked"
     try:
-        manifest = load_manifest()
+        kernels = kernels_of(device)
     except FileNotFoundError:
         return "torch", "no kernels are installed, see flashinfer-msa build"
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-    capability = torch.cuda.get_device_capability(device)
-    architecture = manifest.architecture_for(capability)
-    if architecture is None:
-        return "torch", "no kernels for compute capability {}.{}".format(*capability)
-    return "cake", f"{architecture} kernels are installed"
+    except ValueError:
+        return "torch", "no kernels for compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+    how = "are installed" if kernels.prebuilt else "can be compiled here"
+    return "cake", f"{kernels.architecture} kernels {how}"
 
 
 @main.command("list")
@@ -204,35 +203,38 @@ def list_(as_json: bool) -> None:
     from flashinfer_msa.runtime.manifest import load_manifest
 
     try:
-        manifest = load_manifest().data
+        manifest = load_manifest()
     except (FileNotFoundError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
-        click.echo(json.dumps(manifest, indent=2))
+        click.echo(json.dumps(manifest.data, indent=2))
         return
-    table = Table("arch", "layout")
+    table = Table("arch", "CUDA", "layout")
     table.add_column("kernel", no_wrap=True, min_width=28)
     for column in ("threads", "regs", "shared", "cubin"):
         table.add_column(column, justify="right")
-    statuses: dict[str, str] = {}
-    for cubin in manifest["cubins"]:
-        statuses[cubin["architecture"]] = f"run on {cubin['tested_on']}" if cubin["tested_on"] else "compiled, not run"
-        for kernel in cubin["kernels"]:
-            shared = kernel["static_shared_bytes"] + kernel["shared_bytes"]
-            table.add_row(
-                cubin["architecture"],
-                cubin["layout"] or "common",
-                kernel["role"],
-                *map(str, (kernel["threads"], kernel["registers"], shared, cubin["bytes"])),
-            )
+    for cubins in manifest.sets:
+        for cubin in cubins.entries:
+            for kernel in cubin["kernels"]:
+                shared = kernel["static_shared_bytes"] + kernel["shared_bytes"]
+                table.add_row(
+                    cubins.architecture,
+                    str(cubins.driver[0]),
+                    cubin["layout"] or "common",
+                    kernel["role"],
+                    *map(str, (kernel["threads"], kernel["registers"], shared, cubin["bytes"])),
+                )
     # A pipe has no width to fit: keep names whole there.
     console = Console()
     console.print(table) if console.is_terminal else Console(width=160).print(table)
-    for architecture, status in statuses.items():
-        console.print(f"{architecture}: {status}", highlight=False)
+    for cubins in manifest.sets:
+        status = f"run on {cubins.tested_on}" if cubins.tested_on else "compiled, not run"
+        needs = "drivers of CUDA {}.{} or newer".format(*cubins.driver)
+        console.print(f"{cubins.architecture} by {cubins.toolkit}, for {needs}: {status}", highlight=False)
     console.print("shared memory and cubin sizes in bytes", highlight=False)
-    kernels = sum(len(cubin["kernels"]) for cubin in manifest["cubins"])
-    console.print(f"flashinfer-msa {manifest['version']}: {kernels} kernels in {len(manifest['cubins'])} cubins")
+    kernels = sum(len(cubin["kernels"]) for cubins in manifest.sets for cubin in cubins.entries)
+    files = len(manifest.data["cubins"])
+    console.print(f"flashinfer-msa {manifest.data['version']}: {kernels} kernels in {files} cubins")
 
 
 @main.command()
@@ -255,3 +257,30 @@ def build(architectures: tuple[str, ...], out: Path | None, jobs: int | None) ->
     except BuildError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{result.compiled} compiled, {len(result.manifest['cubins'])} cubins listed in {result.path}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(as_json: bool) -> None:
+    """Examine this installation and machine: what a bug report needs, and what would fail.
+
+    Every GPU decodes a tiny step, whose kernels are compiled first where they are not prebuilt, and GPUs that reach one
+    another do it together; without a GPU the torch backend does. Nothing secret is printed.
+
+    Exits with 1 if something that is here does not work: a file of this package that is not the one that was built, a
+    requirement that is missing or of another version, a torch built for CUDA that can use no GPU, a GPU without
+    kernels, GPUs none of which reaches another, a compiler of FLASHINFER_MSA_NVCC or a FlashInfer that does not work,
+    or a self-test that fails, ends early or takes minutes. A machine without a GPU, with a torch for the CPU, is no
+    failure.
+    """
+    from flashinfer_msa.doctor import examine, print_report
+
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        # A pipe has no width to fit.
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=160))
+    if not report.ok:
+        raise SystemExit(1)

@@ -21,7 +21,7 @@ from flashinfer_msa.backends import reference
 from flashinfer_msa.cli import main
 from flashinfer_msa.demo import draw_segments
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
-from flashinfer_msa.runtime import manifest
+from flashinfer_msa.runtime import loader, manifest
 from flashinfer_msa.version import __version__
 
 TINY = ("demo", "--backend", "torch", "--device", "cpu", "--batch", "2", "--context", "3000", "--steps", "4")
@@ -31,7 +31,7 @@ TINY_PREFILL = (
 )
 
 MANIFEST: dict[str, Any] = {
-    "schema": 1,
+    "schema": 2,
     "version": "9.8.7",
     "launcher": {"file": "x.so", "sha256": "", "source_digest": "", "compiler": ""},
     "cubins": [
@@ -42,7 +42,8 @@ MANIFEST: dict[str, Any] = {
             "file": f"{architecture}/x.cubin",
             "sha256": "",
             "bytes": 34567,
-            "toolkit": "13.0",
+            "toolkit": toolkit,
+            "driver": driver,
             "source_digest": "",
             "tested_on": tested_on,
             "kernels": [
@@ -59,9 +60,9 @@ MANIFEST: dict[str, Any] = {
                 }
             ],
         }
-        for architecture, capability, layout, tested_on, role in (
-            ("sm_90a", [9, 0], "p128_tp2", "H200", "decode_score_1"),
-            ("sm_100a", [10, 0], None, "", "merge_tagged"),
+        for architecture, capability, layout, tested_on, role, toolkit, driver in (
+            ("sm_90a", [9, 0], "p128_tp2", "H200", "decode_score_1", "nvcc 13.0.88", [13, 0]),
+            ("sm_100a", [10, 0], None, "", "merge_tagged", "NVRTC 12.9.86", [12, 0]),
         )
     ],
 }
@@ -144,28 +145,29 @@ def test_demo_says_why_it_runs_on_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "backend", "reason"),
-    (("sm_90a", "cake", "sm_90a kernels are installed"), (None, "torch", "no kernels for compute capability 9.0")),
+    ("capability", "backend", "reason"),
+    (
+        ((9, 0), "cake", "sm_90a kernels are installed"),
+        ((8, 9), "cake", "sm_89 kernels can be compiled here"),
+        ((7, 5), "torch", "no kernels for compute capability 7.5"),
+    ),
 )
 def test_auto_picks_the_backend_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, architecture: str | None, backend: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backend: str, reason: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        manifest,
-        "load_manifest",
-        lambda: SimpleNamespace(architecture_for=lambda capability: asked.append(capability) or architecture),
-    )
+    only_sm_90a = [entry for entry in manifest.load_manifest().data["cubins"] if entry["architecture"] == "sm_90a"]
+    installed = manifest.Manifest(manifest.DATA, {"cubins": only_sm_90a})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(loader, "load_manifest", lambda: installed)
+    monkeypatch.setattr(loader, "driver_version", lambda: (12, 4))
     assert cli._choose_backend("auto", torch.device("cuda:0")) == (backend, reason)
-    assert asked == [(9, 0)]
 
 
 def test_auto_without_installed_kernels_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(manifest, "load_manifest", missing)
+    monkeypatch.setattr(loader, "load_manifest", missing)
     assert cli._choose_backend("auto", torch.device("cuda:0"))[0] == "torch"
 
 
@@ -225,7 +227,7 @@ def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "load_manifest", lambda: SimpleNamespace(data=MANIFEST))
+    monkeypatch.setattr(manifest, "load_manifest", lambda: manifest.Manifest(Path("nowhere"), MANIFEST))
 
 
 @pytest.mark.usefixtures("installed")
@@ -233,10 +235,13 @@ def test_list_shows_each_kernel() -> None:
     result = invoke("list")
     assert result.exit_code == 0, result.output
     assert cells(result.output) == [
-        ["sm_90a", "p128_tp2", "decode_score_1", "288", "77", "2345", "34567"],
-        ["sm_100a", "common", "merge_tagged", "288", "77", "2345", "34567"],
+        ["sm_90a", "13", "p128_tp2", "decode_score_1", "288", "77", "2345", "34567"],
+        ["sm_100a", "12", "common", "merge_tagged", "288", "77", "2345", "34567"],
     ]
-    assert "sm_90a: run on H200\nsm_100a: compiled, not run\n" in result.output
+    assert (
+        "sm_90a by nvcc 13.0.88, for drivers of CUDA 13.0 or newer: run on H200\n"
+        "sm_100a by NVRTC 12.9.86, for drivers of CUDA 12.0 or newer: compiled, not run\n"
+    ) in result.output
     assert "flashinfer-msa 9.8.7: 2 kernels in 2 cubins" in result.output
 
 
@@ -301,7 +306,7 @@ def test_commands_start_without_torch() -> None:
     """Help and usage errors need not wait for torch."""
     program = "import sys; import flashinfer_msa.cli as cli; print(sorted(cli.main.commands), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "['bench', 'build', 'demo', 'list'] False\n"
+    assert done.stdout == "['bench', 'build', 'demo', 'doctor', 'list'] False\n"
 
 
 def test_module_is_runnable() -> None:
