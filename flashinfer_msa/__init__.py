@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MiniMax-M3's index-context-parallel indexer as a ``cake`` backend for FlashInfer's ``msa_ops`` namespace.
 
-``flashinfer_msa.msa_ops`` holds the functions, ``flashinfer_msa.comm`` the receive storage, and ``last_fault`` tells
-what a wait that ran out was waiting for.
+``flashinfer_msa.msa_ops`` holds the functions, ``flashinfer_msa.comm`` the receive storage, ``register`` puts the
+functions under ``flashinfer.msa_ops``, and ``last_fault`` tells what a wait that ran out was waiting for.
 """
 
 from __future__ import annotations
@@ -14,15 +14,31 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import comm, msa_ops
+    from .registration import Registration, register, registered, unregister
     from .runtime.fault import Fault, last_fault
 
-__all__ = ["Fault", "__version__", "comm", "last_fault", "msa_ops"]
+__all__ = [
+    "Fault",
+    "Registration",
+    "__version__",
+    "comm",
+    "last_fault",
+    "msa_ops",
+    "register",
+    "registered",
+    "unregister",
+]
+
+_MODULE_OF = {
+    **dict.fromkeys(("Registration", "register", "registered", "unregister"), ".registration"),
+    **dict.fromkeys(("Fault", "last_fault"), ".runtime.fault"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # The builder imports this package where torch is not installed, so nothing that needs torch is imported before use.
     if name in ("comm", "msa_ops"):
         return importlib.import_module(f".{name}", __name__)
-    if name in ("Fault", "last_fault"):
-        return getattr(importlib.import_module(".runtime.fault", __name__), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what tests and demo need, one requirement a line, as pyproject.toml states it: `requirements.py <extra>`.
 
-flashinfer-python is left out: it brings some 2 GB of packages, and neither tests nor demo import it.
+flashinfer-python is left out: it brings some 2 GB of packages, and neither tests nor demo need it installed.
 """
 
 from __future__ import annotations
