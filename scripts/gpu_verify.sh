@@ -6,8 +6,9 @@
 #   scripts/gpu_verify.sh      logs and results go to $OUT (default: build/gpu)
 #
 # The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has; $PEERS is its --peers. The sanitizer's
-# tools have $SANITIZER_SECONDS (default: 3600). Where $OUT holds what an earlier run of the same sources has finished,
-# that is not run again: a machine that is lent for too short a time for all of it is used twice.
+# tools have $SANITIZER_SECONDS (default: 3600), and $SANITIZER_TOOLS names those that run, of the four that a record
+# needs. Where $OUT holds what an earlier run of the same sources has finished, that is not run again: a machine that is
+# lent for too short a time for all of it is used twice.
 source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 digest=$("$python" scripts/gpu_record.py --digest)
@@ -78,7 +79,7 @@ is_clean() {
 arguments=()
 for tool in "${tools[@]}"; do
   arguments+=(--sanitizer "$tool=$out/$tool.log")
-  if is_clean "$out/$tool.log"; then
+  if is_clean "$out/$tool.log" || [[ " ${SANITIZER_TOOLS:-${tools[*]}} " != *" $tool "* ]]; then
     continue
   fi
   options=()
@@ -90,7 +91,7 @@ done
 for job in $(jobs -p); do wait "$job" || status=1; done
 for tool in "${tools[@]}"; do
   echo "== $tool"
-  tail -n 4 "$out/$tool.log"
+  tail -n 4 "$out/$tool.log" || status=1
 done
 
 "$python" scripts/gpu_record.py --write single --junit "$tests" --older "$older" --bench "$rows" \
