@@ -42,10 +42,10 @@ Some of what ptxas does depends on them: it schedules the merge kernels in one o
 
 
 @dataclass(frozen=True)
-class CubinSet:
-    """The cubins of one architecture from one compiler: ``units``, in ``folder`` of the work folder and of the output.
+class Target:
+    """What one compiler makes for one architecture: ``units``, in ``folder`` of the work folder and of the output.
 
-    Drivers of other major versions need sets of their own, which lie side by side.
+    Those for drivers of different major versions lie side by side.
     """
 
     architecture: Architecture
@@ -54,7 +54,7 @@ class CubinSet:
 
     @property
     def folder(self) -> str:
-        """Relative path of the set's files."""
+        """Relative path of its files."""
         return f"{self.architecture.name}/cuda{self.toolkit.version[0]}"
 
 
@@ -95,19 +95,19 @@ def build(
     out_dir = out_dir or DATA
     work_dir = work_dir or default_work_dir()
     found = toolkit.find()
-    sets = [
-        CubinSet(units[0].architecture, chosen, units)
+    targets = [
+        Target(units[0].architecture, chosen, units)
         for units in _by_architecture(toolkit.selected_architectures() if architectures is None else architectures)
         for chosen in toolkit.choose_all(units[0].architecture, found)
     ]
     compiler = launcher.find_compiler()
     with _locked(work_dir) as lock:
-        compiled = _compile(work_dir, lock, sets, compiler, jobs, progress, templates)
-        files, cubins = _collect(work_dir, sets, templates)
+        compiled = _compile(work_dir, lock, targets, compiler, jobs, progress, templates)
+        files, cubins = _collect(work_dir, targets, templates)
         binary = (work_dir / launcher.FILE).read_bytes()
         launcher.check(binary, compiler)
         files[launcher.FILE] = binary
-        cubins += _still_current(out_dir, {cubin_set.architecture.name for cubin_set in sets}, templates)
+        cubins += _still_current(out_dir, {target.architecture.name for target in targets}, templates)
         manifest = {
             "schema": SCHEMA,
             "version": __version__,
@@ -125,11 +125,11 @@ def build(
 
 def build_cubins(out_dir: Path, architecture: str, chosen: Toolkit, *, work_dir: Path) -> None:
     """Build the cubins of one architecture with one compiler into ``out_dir``, and a manifest without a launcher."""
-    ((*units,),) = _by_architecture([architecture])
-    sets = [CubinSet(units[0].architecture, chosen, tuple(units))]
+    units = tuple(matrix.units([architecture]))
+    targets = [Target(units[0].architecture, chosen, units)]
     with _locked(work_dir) as lock:
-        _compile(work_dir, lock, sets, None, None, None, TEMPLATES)
-        files, cubins = _collect(work_dir, sets, TEMPLATES)
+        _compile(work_dir, lock, targets, None, None, None, TEMPLATES)
+        files, cubins = _collect(work_dir, targets, TEMPLATES)
         _publish(out_dir, files, {"schema": SCHEMA, "version": __version__, "cubins": cubins})
 
 
@@ -141,32 +141,32 @@ def _by_architecture(names: Iterable[str]) -> list[tuple[Unit, ...]]:
 def _compile(
     work_dir: Path,
     lock: int,
-    sets: list[CubinSet],
+    targets: list[Target],
     compiler: launcher.Compiler | None,
     jobs: int | None,
     progress: Callable[[str], None] | None,
     templates: Path,
 ) -> int:
     """Compile what has changed, the launcher too where a ``compiler`` for it is given. Returns how many files."""
-    for cubin_set in sets:
-        for unit in cubin_set.units:
+    for target in targets:
+        for unit in target.units:
             _write(work_dir / f"{_source(unit)}.cu", render(unit, templates).encode())
     _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
-    environment = _write_ninja(work_dir, sets, compiler, templates)
+    environment = _write_ninja(work_dir, targets, compiler, templates)
     return _run_ninja(work_dir, lock, environment, jobs, progress or (lambda line: None))
 
 
-def _collect(work_dir: Path, sets: list[CubinSet], templates: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+def _collect(work_dir: Path, targets: list[Target], templates: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """Return the compiled cubins by file, each checked, and their entries for the manifest."""
     files: dict[str, bytes] = {}
     entries = []
-    for cubin_set in sets:
-        for unit in cubin_set.units:
-            stem = f"{cubin_set.folder}/{unit.name}"
+    for target in targets:
+        for unit in target.units:
+            stem = f"{target.folder}/{unit.name}"
             cubin = (work_dir / f"{stem}.cubin").read_bytes()
             used = ptxas.check(unit, (work_dir / f"{stem}.log").read_text(), cubin)
             files[f"{stem}.cubin"] = cubin
-            entries.append(_entry(unit, f"{stem}.cubin", cubin, used, cubin_set.toolkit, templates))
+            entries.append(_entry(unit, f"{stem}.cubin", cubin, used, target.toolkit, templates))
     return files, entries
 
 
@@ -207,7 +207,7 @@ def _locked(work_dir: Path) -> Iterator[int]:
 
 
 def _write_ninja(
-    work_dir: Path, sets: list[CubinSet], compiler: launcher.Compiler | None, templates: Path
+    work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path
 ) -> dict[str, str]:
     """Write ``build.ninja`` and return the environment that it runs in.
 
@@ -225,13 +225,13 @@ def _write_ninja(
         program = '"$$BUILD_PYTHON" -I -S "$$BUILD_NVRTC" "$$$compiler"'
         writer.rule("nvrtc", f"{clean} {program} $out $in $flags {end}", description="$out")
         writer.rule("launcher", 'eval "$$BUILD_LAUNCHER"', description="$out")
-        for cubin_set in sets:
-            folder, chosen = cubin_set.folder, cubin_set.toolkit
+        for target in targets:
+            folder, chosen = target.folder, target.toolkit
             variable = f"COMPILER_{folder.replace('/', '_')}"
             environment[variable] = str(chosen.path)
             _write(work_dir / folder / "toolkit.txt", f"{chosen.name}\n".encode())
-            flags = (toolkit.nvrtc_flags if chosen.is_nvrtc else toolkit.compile_flags)(cubin_set.architecture)
-            for unit in cubin_set.units:
+            flags = (toolkit.nvrtc_flags if chosen.is_nvrtc else toolkit.compile_flags)(target.architecture)
+            for unit in target.units:
                 log = f"{folder}/{unit.name}.log"
                 writer.build(
                     f"{folder}/{unit.name}.cubin",
