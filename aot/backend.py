@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -33,27 +34,53 @@ __all__ = [
 ]
 
 _PROJECT = Path("pyproject.toml")
+_EPOCH = 315532800
+"""Time of the files in a wheel where ``SOURCE_DATE_EPOCH`` states none: the first that a ZIP archive can hold."""
 
 
 def build_requirements() -> list[str]:
-    """Return the ``build`` extra, the headers that the launcher needs, and a toolkit where this machine lacks one."""
+    """Return the ``build`` extra, the headers that the launcher needs, and compilers where this machine lacks them."""
     project = tomllib.loads(_PROJECT.read_text())["project"]
     requirements = [*project["optional-dependencies"]["build"]]
     requirements += [name for name in project["dependencies"] if name.startswith("apache-tvm-ffi")]
+    return requirements + missing_compilers()
+
+
+def missing_compilers() -> list[str]:
+    """Return the packages of the compilers that a wheel's cubins are made with, as far as this machine lacks them."""
+    if _prebuilt():
+        return []
     toolkits = toolkit.find()
-    try:
-        for unit in matrix.units(toolkit.selected_architectures()):
-            toolkit.choose(unit.architecture, toolkits)
-    except toolkit.BuildError:
-        requirements += toolkit.PIP_PACKAGES
-    return requirements
+    missing = [
+        (matrix.ARCHITECTURES[name], major)
+        for name in toolkit.selected_architectures()
+        for major in matrix.ARCHITECTURES[name].cuda
+        if toolkit.choose(matrix.ARCHITECTURES[name], toolkits, major) is None
+    ]
+    packages: list[str] = []
+    for architecture, major in missing:
+        is_known_to_nvcc = major == 13 and architecture.toolkit <= toolkit.NVCC_VERSION
+        packages += toolkit.NVCC_PACKAGES if is_known_to_nvcc else [toolkit.NVRTC_PACKAGES[major]]
+    return list(dict.fromkeys(packages))
+
+
+def _prebuilt() -> list[Path]:
+    """Folders of cubins that ``FLASHINFER_MSA_PREBUILT`` names, separated as in PATH."""
+    return [Path(part) for part in os.environ.get("FLASHINFER_MSA_PREBUILT", "").split(os.pathsep) if part]
 
 
 def _build() -> None:
     # Jinja and ninja exist only once the requirements above are installed.
+    from .assemble import assemble
     from .build import build
 
-    build(progress=lambda line: print(line, file=sys.stderr, flush=True))
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if folders := _prebuilt():
+        assemble(folders, progress=progress)
+    else:
+        build(progress=progress)
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
@@ -69,7 +96,8 @@ def get_requires_for_build_editable(config_settings: dict[str, Any] | None = Non
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build launcher and cubins, then the wheel that carries them."""
+    """Build launcher and cubins, then the wheel that carries them: the same bytes from the same sources and tools."""
+    os.environ.setdefault("SOURCE_DATE_EPOCH", str(_EPOCH))
     _build()
     # Setuptools would pack files of an earlier build that the project no longer has.
     for stale in Path("build").glob("lib*"):
@@ -86,12 +114,22 @@ def build_editable(
 
 
 class BdistWheel(bdist_wheel):
-    """Tags the wheel by platform alone: the launcher has a C interface, so any Python 3 loads it."""
+    """Tags the wheel by platform alone: the launcher has a C interface, so any Python 3 loads it.
+
+    What the umask was when the sources were checked out does not show in it.
+    """
 
     def finalize_options(self) -> None:
         """Count the launcher as an extension module, so that the wheel is not one for any platform."""
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
+
+    def write_wheelfile(self, wheelfile_base: str, *args: Any, **kwargs: Any) -> None:
+        """Write the last of the wheel's files, and give all of them the same permissions."""
+        super().write_wheelfile(wheelfile_base, *args, **kwargs)
+        for path in Path(self.bdist_dir).rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag: the oldest platform that the launcher loads on."""

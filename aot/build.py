@@ -32,7 +32,7 @@ from .toolkit import BuildError, Toolkit
 _SAME_ADDRESSES = (
     sys.executable,
     "-ISc",
-    "import ctypes, os, sys; ctypes.CDLL(None).personality(0x0040000); os.execv(sys.argv[1], sys.argv[1:])",
+    "import ctypes, os, sys; ctypes.CDLL(None).personality(0x0040000); os.execvp(sys.argv[1], sys.argv[1:])",
 )
 """Runs a command so that it and what it starts find their memory at the same addresses each time, if Linux lets them.
 
@@ -119,7 +119,7 @@ def build(
             },
             "cubins": sorted(cubins, key=lambda entry: (entry["capability"], entry["file"])),
         }
-        _publish(out_dir, files, manifest)
+        publish(out_dir, files, manifest)
     return BuildResult(out_dir / MANIFEST, manifest, compiled)
 
 
@@ -130,7 +130,7 @@ def build_cubins(out_dir: Path, architecture: str, chosen: Toolkit, *, work_dir:
     with _locked(work_dir) as lock:
         _compile(work_dir, lock, targets, None, None, None, TEMPLATES)
         files, cubins = _collect(work_dir, targets, TEMPLATES)
-        _publish(out_dir, files, {"schema": SCHEMA, "version": __version__, "cubins": cubins})
+        publish(out_dir, files, {"schema": SCHEMA, "version": __version__, "cubins": cubins})
 
 
 def _by_architecture(names: Iterable[str]) -> list[tuple[Unit, ...]]:
@@ -170,7 +170,7 @@ def _collect(work_dir: Path, targets: list[Target], templates: Path) -> tuple[di
     return files, entries
 
 
-def _publish(out_dir: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> None:
+def publish(out_dir: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> None:
     """Write the files, and the manifest last: whoever reads it finds what it names."""
     for name, content in files.items():
         _write(out_dir / name, content)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -24,6 +23,8 @@ GLIBC = (2, 28)
 
 GENERATED = "include"
 """Folder of rendered headers, below the work folder that the compiler runs in."""
+_MACHINES = {62: "x86_64", 183: "aarch64"}
+"""Machines by their numbers in ELF files."""
 
 _FLAGS = (
     "-O2",
@@ -53,7 +54,7 @@ def find_compiler() -> Compiler:
         zig = (sys.executable, "-m", "ziglang")
         version = subprocess.run([*zig, "version"], capture_output=True, text=True, check=True).stdout.strip()
         glibc = dotted(GLIBC)
-        target = f"{platform.machine()}-linux-gnu.{glibc}"
+        target = f"{machine()}-linux-gnu.{glibc}"
         return Compiler(f"zig {version}, glibc {glibc}", (*zig, "c++", "-target", target, "-nostdlib++"))
     for name in (os.environ.get("CXX"), "c++", "g++"):
         command = shlex.split(name or "")
@@ -63,21 +64,44 @@ def find_compiler() -> Compiler:
     raise BuildError("the launcher needs a C++ compiler: install one, or `pip install ziglang`")
 
 
-def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> list[str]:
-    """Return the command line that builds the launcher into ``output``."""
+def _tvm_ffi() -> Path:
     spec = importlib.util.find_spec("tvm_ffi")
     if spec is None or not spec.submodule_search_locations:
         raise BuildError("the launcher needs the headers of apache-tvm-ffi: `pip install apache-tvm-ffi`")
-    tvm_ffi = Path(spec.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
+
+
+def _library() -> Path:
+    """The library that the launcher is linked with: tvm-ffi's of this machine, or of the one that it is built for."""
+    named = os.environ.get("FLASHINFER_MSA_TVM_FFI")
+    return Path(named) if named else _tvm_ffi() / "lib" / "libtvm_ffi.so"
+
+
+def machine() -> str:
+    """Return the machine that the launcher is built for, such as ``x86_64``: the one that its library is for."""
+    library = _library()
+    try:
+        with open(library, "rb") as file:
+            header = file.read(20)
+    except OSError as error:
+        raise BuildError(f"{library}, which the launcher is linked with, cannot be read: {error.strerror}") from error
+    number = int.from_bytes(header[18:20], "little")
+    if header[:4] != b"\x7fELF" or number not in _MACHINES:
+        raise BuildError(f"{library} must be a library for {' or '.join(_MACHINES.values())}, and is not")
+    return _MACHINES[number]
+
+
+def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> list[str]:
+    """Return the command line that builds the launcher into ``output``."""
     return [
         *compiler.command,
         *_FLAGS,
         f"-ffile-prefix-map={PACKAGE}=.",
-        f"-I{tvm_ffi / 'include'}",
+        f"-I{_tvm_ffi() / 'include'}",
         f"-I{templates}",
         f"-I{GENERATED}",
         *map(str, sorted(NATIVE.glob("*.cc"))),
-        f"-L{tvm_ffi / 'lib'}",
+        f"-L{_library().resolve().parent}",
         "-ltvm_ffi",
         "-ldl",
         "-lpthread",
@@ -88,7 +112,7 @@ def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> lis
 
 def identity(compiler: Compiler) -> str:
     """Return what, besides its sources and this file, decides the bytes of a launcher."""
-    return f"{compiler.name}\ntvm-ffi {importlib.metadata.version('apache-tvm-ffi')}\n"
+    return f"{compiler.name}\n{machine()}\ntvm-ffi {importlib.metadata.version('apache-tvm-ffi')}\n"
 
 
 def check(binary: bytes, compiler: Compiler) -> None:
@@ -101,7 +125,7 @@ def check(binary: bytes, compiler: Compiler) -> None:
 def wheel_platform(compiler_name: str) -> str:
     """Return the platform tag of a wheel whose launcher ``compiler_name`` (as in the manifest) has built."""
     tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}" if _is_zig(compiler_name) else "linux"
-    return f"{tag}_{platform.machine()}"
+    return f"{tag}_{machine()}"
 
 
 def _is_zig(compiler_name: str) -> bool:

@@ -65,8 +65,9 @@ def test_the_installed_manifest_is_intact() -> None:
         for entry in cubins.entries:
             content = installed.read_cubin(entry)
             assert content.startswith(b"\x7fELF")
-            # What drivers of CUDA 12 load, and what they do not.
-            assert content[8] == (7 if cubins.driver[0] == 12 else 8)
+            if cubins.architecture in ("sm_89", "sm_90a"):
+                # Of GPUs that drivers before CUDA 12.8 know: the ABI version that these load, and one that they do not.
+                assert content[8] == (7 if cubins.driver[0] == 12 else 8)
 
 
 def test_a_missing_manifest_says_what_to_do(tmp_path: Path) -> None:
