@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import comm_checks as checks
+import group_checks
 import pytest
 import torch
 from comm_checks import Place
 from process_group import ProcessGroup
 from simulated_group import SMALL
 
-from flashinfer_msa.layout import LAYOUTS, WORLD_SIZES
+from flashinfer_msa.layout import WORLD_SIZES
 
 pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -20,6 +21,7 @@ both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "ta
 PLACES = [Place("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
 every_place = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.backend}-{place.memory}")
 AUTO = Place("cuda", "cake")
+ON_ONE_GPU = Place("cuda", "cake", "ipc")
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
@@ -66,15 +68,25 @@ def test_ranks_agree_close_and_share_processes(group: ProcessGroup, check: objec
     group.run(check, AUTO)
 
 
-@both_forms
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.endswith("tp2")])
-def test_two_ranks_on_one_gpu(one_gpu: ProcessGroup, layout: str, tagged: bool) -> None:
-    """Processes that take turns on a GPU: a merge spins while the peer's publisher waits for its turn."""
-    one_gpu.run(checks.decode, layout, tagged, Place("cuda", "cake", "ipc"))
-
-
-@pytest.fixture(scope="module")
-def one_gpu() -> Iterator[ProcessGroup]:
-    """Two processes whose current device is the same."""
-    with ProcessGroup(2, devices=1) as made:
+@pytest.fixture(scope="module", params=WORLD_SIZES)
+def one_gpu(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
+    """A group of each size whose processes have the same current device."""
+    with ProcessGroup(request.param, devices=1) as made:
         yield made
+
+
+@both_forms
+@pytest.mark.parametrize("page_size", (128, 256))
+def test_ranks_on_one_gpu(one_gpu: ProcessGroup, page_size: int, tagged: bool) -> None:
+    """Processes that take turns on a GPU: a merge spins while the peers' publishers wait for their turn."""
+    one_gpu.run(checks.decode, f"p{page_size}_tp{one_gpu.world_size}", tagged, ON_ONE_GPU)
+
+
+@pytest.mark.parametrize("page_size", (128, 256))
+def test_inputs_and_ways_to_launch_on_one_gpu(one_gpu: ProcessGroup, page_size: int) -> None:
+    layout = f"p{page_size}_tp{one_gpu.world_size}"
+    found = one_gpu.run(group_checks.decode_matrix, layout, range(3, 4), ON_ONE_GPU, timeout=200)
+    found += one_gpu.run(group_checks.decode_steps, layout, True, True, ON_ONE_GPU, timeout=200)
+    for results in found:
+        for case, counts in results.items():
+            assert counts.rows > 0 and counts.wrong == 0, (case, counts)
