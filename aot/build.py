@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ from .matrix import Architecture, Unit
 from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
 from .toolkit import BuildError, Toolkit
 
+_log = logging.getLogger("flashinfer_msa")
 _SAME_ADDRESSES = (
     sys.executable,
     "-ISc",
@@ -202,7 +204,11 @@ def _locked(work_dir: Path) -> Iterator[int]:
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     with open(work_dir / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another build in %s, or for compilers that one has left running", work_dir)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock.fileno()
 
 
@@ -267,7 +273,13 @@ def _run_ninja(
     compiled = 0
     tail: deque[str] = deque(maxlen=40)
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=(lock,)
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",  # a path need not be text in this locale
+        pass_fds=(lock,),
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -87,6 +87,8 @@ def selected_architectures() -> list[str]:
     return names or list(ARCHITECTURES)
 
 
+PROBE_SECONDS = 30.0
+"""What a compiler may take to tell its version, of a network drive that has to be woken too."""
 _RELEASE = re.compile(rb"release (\d+)\.(\d+), V([\d.]+)")
 
 
@@ -99,8 +101,11 @@ def probe(path: Path) -> Toolkit | None:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 found = _RELEASE.findall(content)
         else:
-            found = _RELEASE.findall(subprocess.run([path, "--version"], capture_output=True, check=True).stdout)
-    except (OSError, ValueError, subprocess.CalledProcessError):
+            said = subprocess.run(
+                [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=PROBE_SECONDS
+            )
+            found = _RELEASE.findall(said.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
     if not found:
         return None
@@ -110,15 +115,17 @@ def probe(path: Path) -> Toolkit | None:
 
 def _named() -> list[Path]:
     """Compilers that ``FLASHINFER_MSA_NVCC`` names: one or several, separated as in PATH."""
-    return [Path(part) for part in os.environ.get("FLASHINFER_MSA_NVCC", "").split(os.pathsep) if part]
+    parts = os.environ.get("FLASHINFER_MSA_NVCC", "").split(os.pathsep)
+    # Compilers run in the work folder. A name without a folder is one of PATH.
+    return [Path(shutil.which(part) or part).absolute() for part in parts if part]
 
 
 def _candidates() -> Iterator[Path]:
     flashinfers = os.environ.get("FLASHINFER_NVCC")
-    homes = [Path(home) for variable in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(variable))]
+    homes = [Path(home).absolute() for variable in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(variable))]
     yield from _named()
     if flashinfers:
-        yield Path(flashinfers)
+        yield Path(flashinfers).absolute()
     for home in homes:
         yield home / "bin" / "nvcc"
     if on_path := shutil.which("nvcc"):
@@ -142,7 +149,7 @@ def find() -> list[Toolkit]:
     """
     for path in _named():
         if probe(path) is None:
-            raise BuildError(f"FLASHINFER_MSA_NVCC must name a working nvcc, was {str(path)!r}")
+            raise BuildError(f"FLASHINFER_MSA_NVCC must name working nvccs or NVRTC libraries, was {str(path)!r}")
     toolkits = (probe(path) for path in dict.fromkeys(_candidates()))
     return [toolkit for toolkit in toolkits if toolkit]
 

@@ -176,7 +176,7 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     """Return the backend to run and why."""
     import torch
 
-    from flashinfer_msa.runtime.loader import kernels_of
+    from flashinfer_msa.runtime.loader import driver_version, kernels_of
 
     if backend == "cake" and device.type != "cuda":
         raise click.UsageError("--backend cake needs a CUDA device; use --backend torch here")
@@ -184,6 +184,10 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
         return backend, "as asked"
     if device.type != "cuda":
         return "torch", "no CUDA device" if not torch.cuda.is_available() else "on the CPU as asked"
+    try:
+        driver_version()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     try:
         kernels = kernels_of(device)
     except FileNotFoundError:

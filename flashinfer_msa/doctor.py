@@ -227,9 +227,10 @@ def _environment() -> Iterator[Finding]:
 
 def _shown(name: str, value: str) -> str:
     """A value without secrets, and not too long."""
-    if re.search("KEY|TOKEN|SECRET|PASSWORD", name):
+    if re.search("KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL", name, re.IGNORECASE):
         return "(set)"
-    value = re.sub(r"//[^/@\s]*@", "//...@", value)
+    value = re.sub(r"//[^/\s]*@", "//...@", value)
+    value = re.sub(r"(//[^?\s]*\?)\S+", r"\1...", value)
     return repr(value if len(value) <= _VALUE_LENGTH else f"{value[:_VALUE_LENGTH]}...")
 
 

@@ -157,7 +157,7 @@ def register_in_vllm() -> None:
     ``flashinfer_msa``, never an exception: that would end the server.
     """
     try:
-        value = os.environ.get(ENVIRONMENT_VARIABLE)
+        value = os.environ.get(ENVIRONMENT_VARIABLE) or None
         prefer = (value or "auto").strip().lower()
         if prefer in _OFF or (value is None and registered()):
             return
@@ -251,7 +251,7 @@ class _Installed:
 def _register(prefer: str) -> tuple[Registration | None, list[str]]:
     """Register, and return what there is to warn of."""
     global _installed, _routes
-    if prefer not in PREFERENCES:
+    if not isinstance(prefer, str) or prefer not in PREFERENCES:
         raise ValueError(f"prefer must be one of {PREFERENCES}, was {prefer!r}")
     # Imports come before the lock: another thread may import FlashInfer, which ends in here, and hold import locks.
     try:
@@ -284,6 +284,12 @@ def _register(prefer: str) -> tuple[Registration | None, list[str]]:
             if _installed.registration.prefer != prefer:
                 _installed = replace(_installed, registration=replace(_installed.registration, prefer=prefer))
                 _routes = _Routes(prefer)
+            if changed := [name for name, ours in _installed.functions.items() if vars(module).get(name) is not ours]:
+                complaints.append(
+                    f"{', '.join(changed)} of {_MODULE} are no longer what register() put there, and are left as they "
+                    "are: call unregister(), then register(), to replace them"
+                )
+                return _installed.registration, complaints
             return _installed.registration, []
         theirs = {name: getattr(module, name) for name in ours if hasattr(module, name)}
         misfit = _misfit(ours, theirs)

@@ -180,6 +180,8 @@ def main(
     is_test: bool,
 ) -> None:
     """Run steps of continuous integration, in the order of the options."""
+    if not (is_list or is_requirements or architectures or is_assemble or is_test):
+        raise click.UsageError("one of the options must say what to do: see --help")
     if folders and not is_assemble:
         raise click.UsageError("FOLDERS are what --assemble takes")
     if is_list:

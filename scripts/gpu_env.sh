@@ -11,7 +11,18 @@ mkdir -p "${OUT:-build/gpu}"
 out=$(realpath "${OUT:-build/gpu}")
 wheels=$(realpath -m "${WHEELS:-.whl}")
 python=${PYTHON:-python3}
-wheel=$(compgen -G "$wheels/flashinfer_msa-*.whl" | tail -n 1 || true)
+command -v "$python" > /dev/null || {
+  echo "PYTHON must be a Python, was $python" >&2
+  exit 1
+}
+shopt -s nullglob
+found=("$wheels"/*.whl) ours=("$wheels"/flashinfer_msa-*.whl)
+shopt -u nullglob
+if [[ -n ${WHEELS:-} ]] && ((${#found[@]} == 0)); then
+  echo "WHEELS must be a folder with wheels, was $WHEELS" >&2
+  exit 1
+fi
+wheel=${ours[-1]:-}
 if [[ -n $wheel ]]; then
   tree=$(mktemp -d)
   cp -r tests scripts pyproject.toml "$tree"  # which has pytest's settings
@@ -20,9 +31,9 @@ else
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # the project need not be installed
 fi
 
-if compgen -G "$wheels/*.whl" > /dev/null; then
+if ((${#found[@]})); then
   site=$(mktemp -d)
-  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "${found[@]}"
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 

@@ -8,7 +8,7 @@
 # $PYTHON makes the environment. Where it has a torch that is new enough, its packages are lent to the tests.
 wheel=
 if [[ ${1:-} == *.whl ]]; then
-  wheel=$(realpath "$1")
+  wheel=$(realpath -e "$1") || exit 1
   shift
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

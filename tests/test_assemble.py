@@ -52,6 +52,18 @@ def write(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_nothing_is_written_outside(folders: list[Path], tmp_path: Path) -> None:
+    manifest = read(folders[0])
+    shutil.copy(folders[0] / manifest["cubins"][0]["file"], tmp_path / "outside")
+    manifest["cubins"][0]["file"] = "../outside"
+    write(folders[0], manifest)
+    (tmp_path / "outside").rename(folders[0].parent / "outside")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((BuildError, RuntimeError), match=r"file must lie in the folder, was '\.\./outside'"):
+        assemble(folders, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_assembled_folders_are_those_of_one_build(built: BuildResult, folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "sm_75").mkdir(parents=True)

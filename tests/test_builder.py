@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -320,8 +323,44 @@ def test_missing_toolkit_says_what_to_install(no_toolkit: None, tmp_path: Path) 
 
 def test_named_toolkit_must_work(no_toolkit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_MSA_NVCC", "/nonexistent/nvcc")
-    with pytest.raises(BuildError, match="FLASHINFER_MSA_NVCC must name a working nvcc, was '/nonexistent/nvcc'"):
+    with pytest.raises(BuildError, match=r"FLASHINFER_MSA_NVCC must name working .*, was '/nonexistent/nvcc'"):
         toolkit.find()
+
+
+def test_a_compiler_that_does_not_answer_is_none(
+    no_toolkit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fake_nvcc(tmp_path, "13.0")
+    path.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(toolkit, "PROBE_SECONDS", 0.2)
+    monkeypatch.setenv("FLASHINFER_NVCC", str(path))
+    assert toolkit.find() == []
+
+
+def test_relative_paths_and_names_of_compilers(
+    no_toolkit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked for where the process is, and compilers run elsewhere."""
+    here, on_path = fake_nvcc(tmp_path / "here", "13.0"), fake_nvcc(tmp_path / "path", "12.9")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", f"{on_path.parent}{os.pathsep}/bin")
+    monkeypatch.setenv("FLASHINFER_MSA_NVCC", f"./bin/nvcc{os.pathsep}nvcc")
+    assert [found.path for found in toolkit.find()] == [here, on_path]
+
+
+@needs_toolkit
+def test_a_build_that_waits_says_so(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    toy.build("sm_89")
+    caplog.clear()
+    with open(toy.work / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=toy.build, args=("sm_89",))
+        thread.start()
+        deadline = time.monotonic() + 20
+        while "waiting for another build in" not in caplog.text:
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.01)
+    thread.join()
 
 
 def test_architectures_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -161,6 +162,15 @@ def test_auto_picks_the_backend_that_is_there(
     monkeypatch.setattr(loader, "load_manifest", lambda: installed)
     monkeypatch.setattr(loader, "driver_version", lambda: (12, 4))
     assert cli._choose_backend("auto", torch.device("cuda:0")) == (backend, reason)
+
+
+def test_a_driver_that_is_no_version_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ValueError("FLASHINFER_MSA_DRIVER must be a CUDA version such as 12.4, was 'new'")
+
+    monkeypatch.setattr(loader, "driver_version", refuse)
+    with pytest.raises(click.UsageError, match=r"must be a CUDA version such as 12\.4, was 'new'"):
+        cli._choose_backend("auto", torch.device("cuda:0"))
 
 
 def test_auto_without_installed_kernels_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:

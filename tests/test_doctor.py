@@ -200,6 +200,9 @@ def test_variables_are_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) ->
         "FLASHINFER_MSA_DRIVER": "12.4",
         "FLASHINFER_MSA_DRIVERS": "12.4",
         "FLASHINFER_CUBIN_TOKEN": "hush",
+        "FLASHINFER_AUTH": "hush",
+        "FLASHINFER_my_passwd": "hush",
+        "FLASHINFER_CUBINS_REPOSITORY": "https://me:hu@sh@host/x?sig=hush",
         "FLASHINFER_DUMP_DIR": "/very/long" * 100,
         "CUDA_HOME": "/usr/local/cuda",
         "AWS_SECRET": "hush",
@@ -209,6 +212,7 @@ def test_variables_are_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) ->
     findings = {finding.name: finding for finding in doctor._environment()}
     assert findings.keys() - {"CUDA_VISIBLE_DEVICES"} == {
         *("CUDA_HOME", "FLASHINFER_CUBIN_TOKEN", "FLASHINFER_DUMP_DIR", "FLASHINFER_MSA_DRIVER"),
+        *("FLASHINFER_AUTH", "FLASHINFER_my_passwd", "FLASHINFER_CUBINS_REPOSITORY"),
         "FLASHINFER_MSA_DRIVERS",
     }
     assert findings["FLASHINFER_MSA_DRIVERS"].status == "warning"

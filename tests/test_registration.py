@@ -497,6 +497,23 @@ def what_others_put_on_top() -> None:
 
 
 @check()
+def registered_again_after_a_reload() -> None:
+    """What a reload has put in place of ours is named, with what to do; then ours are back."""
+    before = contents(fi())
+    flashinfer_msa.register()
+    ours = fi().msa_icp_merge_candidates
+    fi().msa_icp_merge_candidates = other = functools.partial(ours)
+    with pytest.warns(RuntimeWarning, match=r"^msa_icp_merge_candidates of .* call unregister\(\), then register\(\)"):
+        assert flashinfer_msa.register() is not None
+    assert fi().msa_icp_merge_candidates is other
+    fi().msa_icp_merge_candidates = ours
+    with no_warnings():
+        flashinfer_msa.register()
+        flashinfer_msa.unregister()
+    assert contents(fi()) == before
+
+
+@check()
 def imported_before_and_meanwhile() -> None:
     """A function that was imported before is what it was; one that was imported meanwhile goes on."""
     name = "msa_icp_topk_select_prefill"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,56 @@ def test_a_broken_manifest_says_what_to_do(tmp_path: Path, content: bytes, says:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(RuntimeError, match=rf"manifest\.json {says}.*: reinstall the package, or build it again"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        (lambda data: data.pop("cubins"), "lacks 'cubins'"),
+        (lambda data: data["cubins"][0].pop("driver"), "lacks 'driver'"),
+        (lambda data: data["cubins"][0].pop("sha256"), "lacks 'sha256'"),
+        (lambda data: data["launcher"].pop("file"), "lacks 'file'"),
+        (lambda data: data["cubins"][0].update(driver=None), "is not as it was written"),
+        (lambda data: data["cubins"][0].update(driver=["12", "0"]), "capability and driver must be integers"),
+        (lambda data: data["cubins"][0].update(capability=9), "is not as it was written"),
+        (lambda data: data.update(cubins=[[]]), "is not as it was written"),
+        (lambda data: data.update(launcher=[1]), "is not as it was written"),
+        (lambda data: data["cubins"][0].update(file="../x.cubin"), "file must lie in the folder, was '../x.cubin'"),
+        (lambda data: data["launcher"].update(file="/x.so"), "file must lie in the folder, was '/x.so'"),
+    ),
+)
+def test_a_manifest_of_odd_contents_says_what_to_do(tmp_path: Path, change: Callable[[Any], Any], says: str) -> None:
+    data = json.loads(json.dumps(load_manifest().data))
+    change(data)
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(RuntimeError, match=rf"manifest\.json .*{re.escape(says)}.*: .*reinstall the package"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("kind", (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError, ValueError))
+def test_what_the_loader_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
+    """The launcher, which calls it, passes on a text alone."""
+    cause = OSError("no space")
+
+    def fail(index: int) -> None:
+        raise kind("on purpose") from cause
+
+    def launch() -> None:
+        try:
+            native._load_device(0)
+        except BaseException as error:
+            raise RuntimeError(str(error)) from None
+
+    monkeypatch.setattr(loader, "load_device", fail)
+    with pytest.raises(kind, match="on purpose") as caught:
+        native.invoke(launch)
+    assert caught.value.__cause__ is cause
+
+    def fail_otherwise() -> None:
+        raise RuntimeError("another")
+
+    with pytest.raises(RuntimeError, match="another"):
+        native.invoke(fail_otherwise)
 
 
 def test_a_manifest_that_is_a_folder_says_what_to_do(tmp_path: Path) -> None:

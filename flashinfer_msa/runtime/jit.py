@@ -13,14 +13,28 @@ from pathlib import Path
 from typing import Any
 
 try:
+    import jinja2  # noqa: F401
+    import ninja  # noqa: F401
+except ImportError as error:
+    raise RuntimeError(
+        f"no cubins are prebuilt for this GPU and driver, and compiling them needs {error.name}, which is not "
+        f"installed: pip install {error.name}"
+    ) from error
+
+try:
     from flashinfer.jit import env as jit_env
     from flashinfer.jit.core import JitSpec, MissingJITCacheError, get_tmpdir, jit_spec_registry, logger
 except ImportError as error:
     raise RuntimeError(
         "no cubins are prebuilt for this GPU and driver, and compiling them needs FlashInfer, which cannot be imported "
-        f"({error}): pip install flashinfer-python, or build them with `flashinfer-msa build`"
+        f"({error}): pip install -U flashinfer-python, or build them with `flashinfer-msa build`"
     ) from error
 except OSError as error:
+    if error.filename is None:  # a library that is not there, rather than a folder
+        raise RuntimeError(
+            "no cubins are prebuilt for this GPU and driver, and compiling them needs FlashInfer, which cannot be "
+            f"imported ({error}): repair it, or build them with `flashinfer-msa build`"
+        ) from error
     raise RuntimeError(
         "no cubins are prebuilt for this GPU and driver, and FlashInfer's folder for compiled kernels cannot be used "
         f"({error}): set FLASHINFER_WORKSPACE_BASE to a folder that can be written, or build them with "
@@ -125,7 +139,15 @@ def compiled_cubins(architecture: str, driver: tuple[int, int]) -> Manifest:
     ``RuntimeError`` where they cannot be; FlashInfer's ``MissingJITCacheError``, which is one, where
     ``FLASHINFER_DISABLE_JIT`` forbids it.
     """
-    spec = JitSpecCubins(matrix.ARCHITECTURES[architecture], driver)
+    try:
+        spec = JitSpecCubins(matrix.ARCHITECTURES[architecture], driver)
+    except TypeError as error:
+        # One more method is abstract than those that are known.
+        raise RuntimeError(
+            f"no cubins of {architecture} are prebuilt that this driver (CUDA {toolkit.dotted(driver)}) loads, and "
+            f"this version of FlashInfer asks more of what compiles them than is known ({error}): install FlashInfer "
+            f"0.7.4, or build them with `flashinfer-msa build --arch {architecture}`"
+        ) from error
     jit_spec_registry.register(spec)
     try:
         manifest: Any = spec.build_and_load()

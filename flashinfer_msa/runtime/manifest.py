@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -119,7 +119,26 @@ def read_manifest(root: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else None
         raise RuntimeError(f"{path} must have schema {SCHEMA}, has {found}: {_REINSTALL}")
-    return Manifest(root, data)
+    manifest = Manifest(root, data)
+    try:
+        _check(manifest)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"is not as it was written ({error})"
+        raise RuntimeError(f"{path} {what}: {_REINSTALL}") from error
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise where the manifest lacks what is read of it, or names files outside its folder."""
+    launcher = manifest.data.get("launcher")  # cubins that were compiled just in time have none
+    for entry in [*manifest.data["cubins"], *([] if launcher is None else [launcher])]:
+        file = PurePath(entry["file"])
+        if file.is_absolute() or ".." in file.parts:
+            raise ValueError(f"file must lie in the folder, was {entry['file']!r}")
+        entry["sha256"]
+    for cubins in manifest.sets:
+        if not all(isinstance(number, int) for number in (*cubins.capability, *cubins.driver)):
+            raise ValueError(f"capability and driver must be integers, were {cubins.capability} and {cubins.driver}")
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from ..layout import LAYOUTS
 from .manifest import load_manifest
 
 _lock = threading.Lock()
+_loading = threading.local()
+"""What the loader of this thread has raised: on its way through the launcher it loses its class and its cause."""
 
 
 def library() -> Any:
@@ -64,9 +66,12 @@ def invoke(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     try:
         return function(*arguments)
-    except ValueError:
-        raise
     except Exception as error:
+        raised = vars(_loading).pop("error", None)
+        if raised is not None:
+            raise raised from raised.__cause__
+        if isinstance(error, ValueError):
+            raise
         _explain(function, arguments, error)
         raise
 
@@ -128,4 +133,8 @@ def enable_peer_access(device: int, peer: int) -> None:
 def _load_device(index: int) -> None:
     from .loader import load_device
 
-    load_device(index)
+    try:
+        load_device(index)
+    except BaseException as error:
+        _loading.error = error
+        raise
