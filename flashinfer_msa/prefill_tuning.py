@@ -13,9 +13,9 @@ class PrefillTuning(NamedTuple):
     short_tokens: int = 0
 
 
-# On an H200, the fused chain takes 1.3 times as long as scorer and selection with 8192 tokens of 128K in P128-TP2 and
-# P256-TP2, 1.5 times in the others', and more with fewer tokens or keys: sorting candidates costs the scorer's warps
-# more than the selection does, which reads scores from the L2 cache where they fit it. README's table has all windows.
+# On an H200, the fused chain takes longer than scorer and selection in every window of README's table, 1.3 to 1.5 times
+# as long with 8192 tokens of 128K, and several times with few tokens: sorting candidates costs the scorer's warps more
+# than the selection does, which reads scores from the L2 cache where they fit it.
 PREFILL: dict[tuple[str, str], PrefillTuning] = {
     ("sm_90a", "p128_tp2"): PrefillTuning(),
     ("sm_90a", "p128_tp4"): PrefillTuning(),

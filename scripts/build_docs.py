@@ -19,7 +19,7 @@ def main() -> int:
     try:
         from sphinx.cmd.build import build_main
     except ModuleNotFoundError:
-        raise SystemExit("Sphinx is not installed. Run: pip install 'flashinfer-msa[docs]'") from None
+        raise SystemExit("Sphinx is not installed. Run: pip install furo myst-parser sphinx") from None
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
     # Doctrees beside the pages would be published with them.
     doctrees = out.parent / f".{out.name}.doctrees"

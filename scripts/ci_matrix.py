@@ -193,7 +193,10 @@ def main(
     for architecture in architectures:
         compile_cubins(architecture, CUBINS / architecture)
     if is_assemble:
-        from check_wheel import check, summary
+        try:
+            from check_wheel import check, summary
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"looking at a wheel needs {error.name}: pip install pyelftools") from error
 
         folders = folders or [CUBINS / name for name in ARCHITECTURES]
         names = architectures_of(folders)

@@ -373,11 +373,13 @@ def figures(record: dict[str, Any]) -> str:
         older = single["tests_of_older_cubins"]
         lines[0] += (
             f" The cubins are by {' and '.join(single['compilers'])}; those of the first, which older drivers get: "
-            f"{older['passed']} tests passed, {older['failed']} failed."
+            f"{older['passed']} tests passed, {older['failed']} failed, {older['skipped']} skipped (in small shapes)."
         )
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
         reason = record.get("pending", {}).get("reason", "no reason is given")
         lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]
+    elif "pending" in record:
+        lines += paragraph(f"**What has not run yet:** {record['pending']['reason']}.")
     # What was marked warm and could not be is no result.
     rows = [row for row in single["bench"] if row["job"] not in DECODE_JOBS or is_as_warm_as_it_says(row)]
     lines += paragraph("In the same run (`flashinfer-msa bench decode` and `prefill`):", ceiling_table(rows))

@@ -37,7 +37,7 @@ TYPES: dict[str, type] = {key: eval(kind.__forward_arg__) for key, kind in Row._
 
 def check_row(row: Any) -> None:
     """A row is flat, and has known keys of their types."""
-    assert {"job", "us", "cold"} <= set(row) <= set(TYPES), row
+    assert {"job", "cold"} <= set(row) <= set(TYPES) and {"us", "bytes"} & set(row), row
     assert row["job"] in report.TITLES
     for key, value in row.items():
         numbers = (int, float) if TYPES[key] is float else (TYPES[key],)
@@ -365,7 +365,7 @@ def measure_group(rank: int, name: str) -> list[Row]:
         monkeypatch.setattr(group, "DECODE_SHAPES", [bench.DecodeShape(2, 512, 1, True)])
         monkeypatch.setattr(group, "PREFILL_SHAPE", bench.PrefillShape(100, 300, True))
         monkeypatch.setattr(group, "LAYOUTS", {name: layout})
-        monkeypatch.setattr(group, "host_rows", lambda: [RECORD[-1]])
+        monkeypatch.setattr(group, "host_rows", lambda: [row for row in RECORD if row["job"] == "host"][-1:])
         monkeypatch.setattr(group, "memory_rows", lambda: RECORD[:1])
         ranks = group.Ranks(rank, layout.world_size, dist.group.WORLD)
         steps = group.group_steps(ranks, two_peers() if rank == 0 else None)

@@ -149,15 +149,15 @@ def test_demo_says_why_it_runs_on_torch() -> None:
     ("capability", "backend", "reason"),
     (
         ((9, 0), "cake", "sm_90a kernels are installed"),
-        ((8, 9), "cake", "sm_89 kernels can be compiled here"),
+        ((12, 0), "cake", "sm_120a kernels can be compiled here"),
         ((7, 5), "torch", "no kernels for compute capability 7.5"),
     ),
 )
 def test_auto_picks_the_backend_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backend: str, reason: str
 ) -> None:
-    only_sm_90a = [entry for entry in manifest.load_manifest().data["cubins"] if entry["architecture"] == "sm_90a"]
-    installed = manifest.Manifest(manifest.DATA, {"cubins": only_sm_90a})
+    entry = {**MANIFEST["cubins"][0], "driver": [12, 0]}  # of sm_90a
+    installed = manifest.Manifest(manifest.DATA, {"cubins": [entry]})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(loader, "load_manifest", lambda: installed)
     monkeypatch.setattr(loader, "driver_version", lambda: (12, 4))

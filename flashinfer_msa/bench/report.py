@@ -23,6 +23,7 @@ TITLES = {
     "prefill_chain": "Prefill chains: score, select and merge, without the exchange, and score and select alone",
     "prefill_fused": "Fused prefill chain, beside score and select as two launches",
     "host": "Host time",
+    "load": "What an installed package takes before its first call",
 }
 """Every job, in the order of its table."""
 
