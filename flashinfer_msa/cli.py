@@ -232,9 +232,7 @@ def list_(as_json: bool) -> None:
     console = Console()
     console.print(table) if console.is_terminal else Console(width=160).print(table)
     for cubins in manifest.sets:
-        status = f"run on {cubins.tested_on}" if cubins.tested_on else "compiled, not run"
-        needs = "drivers of CUDA {}.{} or newer".format(*cubins.driver)
-        console.print(f"{cubins.architecture} by {cubins.toolkit}, for {needs}: {status}", highlight=False)
+        console.print(f"{cubins.architecture} {cubins.origin}: {cubins.status}", highlight=False)
     console.print("shared memory and cubin sizes in bytes", highlight=False)
     kernels = sum(len(cubin["kernels"]) for cubins in manifest.sets for cubin in cubins.entries)
     files = len(manifest.data["cubins"])

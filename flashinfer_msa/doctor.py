@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .aot.toolkit import dotted
 from .version import __version__
 
 SECONDS = 300.0
@@ -265,7 +266,7 @@ def _installation() -> Iterator[Finding]:
             more = f" ({len(errors)} of {len(cubins.entries)} cubins)"
             yield Finding("failure", section, _set_name(cubins), errors[0] + more)
         else:
-            words = f"{len(cubins.entries)} cubins, SHA-256 verified; {_set_words(cubins)}"
+            words = f"{len(cubins.entries)} cubins, SHA-256 verified; {cubins.origin}, {cubins.status}"
             yield Finding("ok", section, _set_name(cubins), words)
 
 
@@ -291,16 +292,6 @@ def _set_name(cubins: Any) -> str:
     return f"{cubins.architecture}, CUDA {cubins.driver[0]}"
 
 
-def _set_words(cubins: Any) -> str:
-    """A set of cubins: from which compiler, for which drivers, and whether it has run."""
-    ran = f"run on {cubins.tested_on}" if cubins.tested_on else "compiled, not run"
-    return f"by {cubins.toolkit}, for drivers of CUDA {_dotted(cubins.driver)} or newer, {ran}"
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
 def _compilers() -> Iterator[Finding]:
     """Compilers, which only kernels need that are not prebuilt."""
     from .aot import toolkit
@@ -312,7 +303,7 @@ def _compilers() -> Iterator[Finding]:
         yield Finding("failure", section, "FLASHINFER_MSA_NVCC", str(error), "set it to an nvcc that runs, or unset it")
         return
     for each in found:
-        words = f"at {each.path}, makes cubins for drivers of CUDA {_dotted(each.driver)} or newer"
+        words = f"at {each.path}, makes cubins for drivers of CUDA {dotted(each.driver)} or newer"
         yield Finding("ok", section, each.name, words)
     if not found:
         yield Finding("ok", section, "compilers", "none found; only kernels that are not prebuilt need one")
@@ -408,10 +399,10 @@ def _gpus() -> Iterator[Finding]:
         return
     has_driver = driver != (0, 0)
     if os.environ.get("FLASHINFER_MSA_DRIVER"):
-        words = f"{_driver_release()}; cubins are chosen as for CUDA {_dotted(driver)}, as FLASHINFER_MSA_DRIVER says"
+        words = f"{_driver_release()}; cubins are chosen as for CUDA {dotted(driver)}, as FLASHINFER_MSA_DRIVER says"
         yield Finding("warning", section, "driver", words, "unset it unless you are testing that choice")
     elif has_driver:
-        yield Finding("ok", section, "driver", f"{_driver_release()}, CUDA {_dotted(driver)}")
+        yield Finding("ok", section, "driver", f"{_driver_release()}, CUDA {dotted(driver)}")
     else:
         yield Finding("ok", section, "driver", "none: libcuda.so.1 is not there, or does not answer")
     if cuda is None:
@@ -470,10 +461,11 @@ def _gpu(index: int) -> Iterator[Finding]:
         yield Finding("failure", section, str(device), f"{what}; {error}", hide)
         return
     if kernels.prebuilt is not None:
-        words = f"{kernels.architecture} kernels are prebuilt {_set_words(kernels.prebuilt)}"
+        prebuilt = kernels.prebuilt
+        words = f"{kernels.architecture} kernels are prebuilt {prebuilt.origin}, {prebuilt.status}"
     else:
         words = (
-            f"{kernels.architecture} kernels are not prebuilt for a driver of CUDA {_dotted(driver_version())}, "
+            f"{kernels.architecture} kernels are not prebuilt for a driver of CUDA {dotted(driver_version())}, "
             "and compiled just in time"
         )
     yield Finding("ok", section, str(device), f"{what}; {words}", devices=(str(device),))

@@ -362,19 +362,15 @@ def figures(record: dict[str, Any]) -> str:
     single = record.get("single")
     if single is None:
         return "No run on a GPU is recorded yet."
-    tests, errors = single["tests"], sum(single["sanitizer"].values())
+    tests, older, errors = single["tests"], single["tests_of_older_cubins"], sum(single["sanitizer"].values())
     lines = [
         f"On an {single['gpu']} (driver {single['driver']}, torch {single['torch']}, {single['date']}): "
         f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped; "
         f"{', '.join(single['sanitizer'])}: {errors} errors. Skipped are tests that need two GPUs, and cases that "
-        f"others cover. {single['near_ties']} rows of Top16 were other than the brute force's by near ties.",
+        f"others cover. {single['near_ties']} rows of Top16 were other than the brute force's by near ties. "
+        f"The cubins are by {' and '.join(single['compilers'])}; those of the first, which older drivers get: "
+        f"{older['passed']} tests passed, {older['failed']} failed, {older['skipped']} skipped (in small shapes).",
     ]
-    if "tests_of_older_cubins" in single:
-        older = single["tests_of_older_cubins"]
-        lines[0] += (
-            f" The cubins are by {' and '.join(single['compilers'])}; those of the first, which older drivers get: "
-            f"{older['passed']} tests passed, {older['failed']} failed, {older['skipped']} skipped (in small shapes)."
-        )
     if single["source_digest"] != tree_digest(gpu_record.ARCHITECTURE):
         reason = record.get("pending", {}).get("reason", "no reason is given")
         lines += ["", f"**These figures are of earlier sources.** The run of the present ones is pending: {reason}."]

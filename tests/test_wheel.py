@@ -200,7 +200,7 @@ def test_wheel_of_the_source_archive_has_the_same_bytes(wheel: Path, unpacked: P
             path = data / name.removeprefix(DATA)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    more = {"FLASHINFER_MSA_PREBUILT": str(data), "FLASHINFER_MSA_PADDING": "x" * 4321, "TZ": "Asia/Tokyo"}
+    more = {"FLASHINFER_MSA_PREBUILT": str(data), "PADDING": "x" * 4321, "TZ": "Asia/Tokyo"}
     for path in unpacked.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     again = build("wheel", unpacked, tmp_path / "again", umask=0o077, **more)
@@ -215,7 +215,7 @@ def test_wheel_of_the_source_archive_has_the_same_bytes(wheel: Path, unpacked: P
 
 def test_source_archive_builds_the_same_cubins(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
     name = "sm_90a" if "sm_90a" in toolkit.selected_architectures() else toolkit.selected_architectures()[0]
-    more = {"FLASHINFER_MSA_ARCHITECTURES": name, "FLASHINFER_MSA_PADDING": "x" * 4321}
+    more = {"FLASHINFER_MSA_ARCHITECTURES": name, "PADDING": "x" * 4321}
     again = build("wheel", unpacked, tmp_path / "again", umask=0o077, **more)
     whole, part = manifest_of(wheel), manifest_of(again)
     cubins = [entry for entry in whole["cubins"] if entry["architecture"] == name]

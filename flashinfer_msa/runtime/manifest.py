@@ -31,6 +31,16 @@ class CubinSet:
     tested_on: str
     entries: tuple[dict[str, Any], ...]
 
+    @property
+    def origin(self) -> str:
+        """By which compiler, and for which drivers, in words."""
+        return "by {}, for drivers of CUDA {}.{} or newer".format(self.toolkit, *self.driver)
+
+    @property
+    def status(self) -> str:
+        """Whether they have run on a GPU of their architecture, in words."""
+        return f"run on {self.tested_on}" if self.tested_on else "compiled, not run"
+
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a device of ``capability`` runs them.
 

@@ -12,16 +12,15 @@ import json
 import sys
 
 import torch
-from simulated_group import Group
+from simulated_group import POISON, Group
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.accumulation import ACCUMULATIONS
-from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, Layout
+from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.runtime import loader
 from flashinfer_msa.runtime.manifest import DATA, Manifest, load_manifest
-from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, run_local_prefill
+from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, exchange, run_local_prefill
 
-POISON = -12345.5
 LENGTHS = [1, 127, 128, 129, 500, 1000, 4097, 20000]
 
 
@@ -78,10 +77,8 @@ def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
                 plan, problem, problem.shard(plan.rank), None if fused else scratch, carrier, tokens, pool
             )
             carriers.append(carrier[:, :tokens].clone())
-        heads = NUM_HEADS // layout.world_size
-        received = torch.stack([carrier[:heads] for carrier in carriers])
-        output = torch.full((tokens, heads, 16), -777, dtype=torch.int32, device="cuda")
-        group.plans[0].prefill_merge(received, problem.num_valid_pages, output)
+        output = group.outputs(tokens)[0]
+        group.plans[0].prefill_merge(exchange(carriers, group.plans[0]), problem.num_valid_pages, output)
         found[f"prefill {layout.name} {accumulation}{' fused' if fused else ''}"] = digest(*carriers, output)
     return found
 
