@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from . import custom_ops
-from .accumulation import is_exact
+from .backends import compiled as custom_ops
 from .backends.calls import (
     DecodeScore,
     Merge,
@@ -23,11 +22,12 @@ from .backends.calls import (
     SelectPublish,
     multiprocessors_of,
 )
-from .custom_ops import find_backend
-from .host_plan import make_host_plan
+from .backends.compiled import find_backend
 from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .layout import NUM_HEADS
-from .score_plan import MSAIcpScorePlan, require_score_plan
+from .prefill.accumulation import is_exact
+from .prefill.host_plan import make_host_plan
+from .prefill.window import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     msa_icp_comm_layout,
     msa_icp_decode_pool_bytes,

@@ -53,7 +53,7 @@ def compare_decode(plans: list[Any]) -> int:
     """Decode as every rank; the rows of Top16 that are compared with the brute force, all of them equal."""
     from flashinfer_msa.comm import local_comm
     from flashinfer_msa.layout import LAYOUTS
-    from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, compare
+    from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, compare
 
     problem = DecodeProblem.random(
         LAYOUTS["p128_tp2"], seq_lens=[1000, 5000, 1, 129], decode_query_len=1, device="cuda", seed=3

@@ -23,9 +23,9 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from flashinfer_msa import manifest as installed
 from flashinfer_msa.aot.matrix import ARCHITECTURES, units
 from flashinfer_msa.aot.render import launcher_digest, source_digest, tree_digest
-from flashinfer_msa.runtime import manifest as installed
 
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 ARCHITECTURE = "sm_90a"

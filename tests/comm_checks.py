@@ -29,7 +29,7 @@ from flashinfer_msa.comm import MSAIcpGroupComm, allocate_comm, exchange_carrier
 from flashinfer_msa.indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.runtime import shared
-from flashinfer_msa.simulate import (
+from flashinfer_msa.testing.problems import (
     DecodeProblem,
     Expected,
     PrefillProblem,

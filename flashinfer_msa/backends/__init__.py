@@ -26,6 +26,6 @@ def _make_backend(name: str) -> Backend:
         from .cake import CakeBackend
 
         return CakeBackend()
-    from .checked_reference import TorchBackend
+    from .torch import TorchBackend
 
     return TorchBackend()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..layout import BLOCK_TOKENS
-from ..score_plan import MSAIcpScorePlan
+from ..prefill.window import MSAIcpScorePlan
 from ..sizing import ceil_div, multiprocessor_count
 
 

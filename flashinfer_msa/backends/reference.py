@@ -29,9 +29,9 @@ from flashinfer_msa.layout import (
     UNIT_BLOCKS,
     Layout,
 )
+from flashinfer_msa.prefill.window import MSAIcpScorePlan
 from flashinfer_msa.runtime import shared
 from flashinfer_msa.runtime.fault import Fault
-from flashinfer_msa.score_plan import MSAIcpScorePlan
 
 _PAGES_PER_CHUNK = 1024
 """Pages scored at once: at most 128 MiB of float64 keys."""

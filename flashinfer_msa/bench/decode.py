@@ -14,7 +14,7 @@ from .. import msa_ops
 from ..comm import MSAIcpComm, local_comm
 from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, TOP_K, Layout, find_layout
-from ..simulate import group_plans, random_e4m3
+from ..testing.problems import group_plans, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row

@@ -15,9 +15,9 @@ import torch
 from .. import msa_ops
 from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, ROW_WORDS, TOP_K, Layout
-from ..score_plan import MSAIcpScorePlan
-from ..simulate import group_plans, random_e4m3
+from ..prefill.window import MSAIcpScorePlan
 from ..sizing import MAX_WINDOW_TOKENS
+from ..testing.problems import group_plans, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row

@@ -35,8 +35,8 @@ from serving import (
 from flashinfer_msa.comm import allocate_comm
 from flashinfer_msa.layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, TOP_K, find_layout
 from flashinfer_msa.msa_ops import prepare_msa_icp_indexer
-from flashinfer_msa.simulate import NEAR_TIE, Comparison, random_e4m3
 from flashinfer_msa.sizing import ceil_div
+from flashinfer_msa.testing.problems import NEAR_TIE, Comparison, random_e4m3
 
 
 @click.command()

@@ -51,15 +51,9 @@ from flashinfer_msa.layout import (
     find_layout,
 )
 from flashinfer_msa.msa_ops import prepare_msa_icp_indexer
-from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import (
-    NEAR_TIE,
-    TENSOR_CORE_ERROR,
-    Comparison,
-    PrefillProblem,
-    random_e4m3,
-)
+from flashinfer_msa.prefill.window import MSAIcpScorePlan
 from flashinfer_msa.sizing import MAX_WINDOW_TOKENS, ceil_div
+from flashinfer_msa.testing.problems import NEAR_TIE, TENSOR_CORE_ERROR, Comparison, PrefillProblem, random_e4m3
 
 GRAPH_KEYS = 12
 """Sizes of steps whose graphs are kept."""

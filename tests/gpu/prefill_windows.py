@@ -14,8 +14,8 @@ from simulated_group import POISON, SMALL, Group
 from flashinfer_msa import msa_ops
 from flashinfer_msa.backends import reference
 from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
-from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import PrefillProblem, exchange, run_local_prefill
+from flashinfer_msa.prefill.window import MSAIcpScorePlan
+from flashinfer_msa.testing.problems import PrefillProblem, exchange, run_local_prefill
 
 SEGMENTS = 9 if SMALL else 64
 

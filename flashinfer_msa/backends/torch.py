@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``backend="torch"``: calls checked like those of every backend, then the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
+from ..prefill.window import MSAIcpScorePlan
+from ..runtime import native, shared
+from ..sizing import ceil_div, max_items, require_device
+from . import reference
+from .base import Chain
+from .calls import (
+    DecodeChain,
+    DecodeScore,
+    Merge,
+    PrefillLocal,
+    PrefillMerge,
+    PrefillPlan,
+    PrefillScore,
+    PrefillScoreSelect,
+    PublishHalf,
+    ScorePublish,
+    SelectPrefill,
+    SelectPublish,
+)
+from .chains import DECODE_LAUNCHES, CheckedCalls
+
+if TYPE_CHECKING:
+    from ..indexer import MSAIcpIndexerPlan
+
+
+class ChainTensors(NamedTuple):
+    """What both halves of the facade's chain share, and what the second adds."""
+
+    num_valid_pages: torch.Tensor
+    output: torch.Tensor | None
+
+
+def _require_torch(call: NamedTuple) -> None:
+    """Refuse what the launcher takes for a tensor, through DLPack, and torch code cannot use."""
+    for name, value in _named_values(call):
+        if value is None or isinstance(value, (int, float)):
+            continue
+        if not isinstance(value, torch.Tensor) and hasattr(value, "__dlpack__"):
+            raise ValueError(f"{name} must be a torch tensor, was of {type(value)}")
+        if isinstance(value, torch.Tensor) and value.is_neg():
+            raise ValueError(f"{name} must be resolved, was a tensor with a pending negation")
+
+
+def _named_values(call: NamedTuple) -> Iterator[tuple[str, Any]]:
+    """A call's arguments, a plan's fields among them."""
+    for name, value in call._asdict().items():
+        if isinstance(value, MSAIcpScorePlan):
+            yield from ((f"{name}.{field}", part) for field, part in vars(value).items())
+        else:
+            yield name, value
+
+
+def _fields(call: NamedTuple, *without: str) -> dict[str, Any]:
+    """The call's arguments by name, but for those that only a launch needs."""
+    return {name: value for name, value in call._asdict().items() if name not in without}
+
+
+class TorchBackend:
+    """The reference, on the CPU or a CUDA device."""
+
+    name = "torch"
+
+    def resolve_device(self, device: Any) -> tuple[torch.device, str]:
+        """The device with its index filled in; its type stands for the architecture."""
+        wanted = require_device(device)
+        if wanted.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be the CPU or a CUDA device, was {wanted}")
+        try:
+            resolved = torch.empty(0, device=wanted).device
+        except (AssertionError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            raise ValueError(f"device must be usable, was {wanted}: {error}") from error
+        return resolved, resolved.type
+
+    def warmup(self, device: torch.device) -> None:
+        """Nothing needs to be resident."""
+
+    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
+        """Check that the fields are memory."""
+        native.call("receive_storage", False, *fields)
+
+    @torch.inference_mode()
+    def decode_score(self, call: DecodeScore) -> None:
+        """Score in torch."""
+        native.call("decode_score", False, *call)
+        _require_torch(call)
+        reference.decode_index_score(
+            **_fields(call, "world_size", "page_size", "max_decode_query_len", "enable_pdl"),
+            layout=find_layout(call.page_size, call.world_size),
+        )
+
+    @torch.inference_mode()
+    def select_publish(self, call: SelectPublish) -> None:
+        """Select in torch, and publish through the addresses."""
+        native.call("select_publish", False, *call)
+        _require_torch(call)
+        if call.scores.shape[0] > 0:
+            limit = reference.WaitLimit(call.spin_limit)
+            reference.topk_select_publish(**_fields(call, "spin_limit", "enable_pdl"), limit=limit)
+
+    @torch.inference_mode()
+    def merge(self, call: Merge) -> None:
+        """Merge in torch."""
+        native.call("merge", False, *call)
+        _require_torch(call)
+        if call.num_valid_pages.numel() > 0:
+            limit = reference.WaitLimit(call.spin_limit)
+            reference.merge_candidates(**_fields(call, "spin_limit", "enable_pdl", "tagged"), limit=limit)
+
+    @torch.inference_mode()
+    def score_publish(self, call: ScorePublish) -> None:
+        """Score into a plane of its own, select and publish in torch."""
+        native.call("score_publish", False, *call)
+        _require_torch(call)
+        if call.num_valid_pages.numel() == 0:
+            return
+        layout = find_layout(call.page_size, call.world_size)
+        scores = _score_plane(call.index_q, call.block_table)
+        reference.decode_index_score(
+            *call[:4], scores, layout=layout, rank=call.rank, decode_query_len=call.decode_query_len
+        )
+        reference.topk_select_publish(
+            scores,
+            call.num_valid_pages,
+            call.recv_bases,
+            call.errors,
+            slot=call.slot,
+            rank=call.rank,
+            world_size=call.world_size,
+            heads_per_rank=layout.heads_per_rank,
+            capacity=call.capacity,
+            force_begin_blocks=call.force_begin_blocks,
+            force_end_blocks=call.force_end_blocks,
+            generations=call.generations,
+            index_scale=layout.index_scale,
+            index_offset=layout.index_offset(call.rank),
+            limit=reference.WaitLimit(call.spin_limit),
+        )
+
+    @torch.inference_mode()
+    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
+        """The chain in torch. In one process, one whose merge could not end publishes nothing."""
+        native.call("decode", False, *arguments)
+        _, publishes, merges, slot, tagged, _, num_valid_pages, *halves = arguments
+        output = halves.pop() if merges else None
+        half = PublishHalf(*halves) if publishes else None
+        for tensors in (ChainTensors(num_valid_pages, output), half):
+            if tensors is not None:
+                _require_torch(tensors)
+        tokens = num_valid_pages.numel()
+        if tokens == 0:
+            return
+        recv = (comm.tagged_recv if tagged else comm.recv)[slot]
+        expected = comm.expected_generations[slot] if tagged else None
+        here = {
+            "rank": plan.rank,
+            "slot": slot,
+            "limit": reference.WaitLimit(plan.spin_limit, plan.wait_seconds),
+        }
+        if half is not None:
+            if output is not None and shared.find(recv.data_ptr()) is None:
+                rows, counters = recv[:, :, :tokens], None if expected is None else expected[:, :tokens]
+                reference.require_rows(rows, counters, comm.errors, but_of=plan.rank, **here)
+            fused = half.pool is not None or half.scores is None
+            scores = _score_plane(half.index_q, half.block_table) if fused else half.scores[:tokens]
+            reference.decode_index_score(
+                **_fields(half, "scores", "pool"), score_out=scores, layout=plan.layout, rank=plan.rank
+            )
+            reference.topk_select_publish(
+                scores,
+                num_valid_pages,
+                comm.tagged_recv_bases if tagged else comm.recv_bases,
+                comm.errors,
+                world_size=plan.world_size,
+                heads_per_rank=plan.heads_per_rank,
+                capacity=plan.max_decode_tokens,
+                force_begin_blocks=plan.init_blocks,
+                force_end_blocks=plan.local_blocks,
+                generations=comm.publish_generations if tagged else None,
+                index_scale=plan.index_scale,
+                index_offset=plan.index_offset,
+                **here,
+            )
+        if output is not None:
+            reference.merge_candidates(
+                recv,
+                num_valid_pages,
+                output,
+                comm.errors,
+                init_blocks=plan.init_blocks,
+                local_blocks=plan.local_blocks,
+                expected_generations=expected,
+                prefill=False,
+                **here,
+            )
+
+    @torch.inference_mode()
+    def prefill_plan(self, call: PrefillPlan) -> None:
+        """Plan in torch."""
+        native.call("prefill_plan", False, *call)
+        _require_torch(call)
+        batch = len(call.qo_segment_lens)
+        if batch > 0:
+            reference.prefill_plan(
+                call.qo_segment_lens,
+                call.kv_segment_lens,
+                call.qo_offset,
+                call.packed_work_range,
+                call.packed_work_info,
+                columns=ceil_div(call.max_seq_len, BLOCK_TOKENS),
+                max_items=max_items(call.total_q, batch),
+            )
+
+    @torch.inference_mode()
+    def prefill_score(self, call: PrefillScore) -> None:
+        """Score in torch."""
+        native.call("prefill_score", False, *call.arguments())
+        _require_torch(call)
+        if call.plan.batch > 0:
+            reference.prefill_index_score(
+                **_fields(call, "tp", "sm_scale", "enable_pdl", "exact"), layout=_layout_of(call.k, call.tp)
+            )
+
+    @torch.inference_mode()
+    def select_prefill(self, call: SelectPrefill) -> None:
+        """Select in torch."""
+        native.call("select_prefill", False, *call)
+        _require_torch(call)
+        if call.scores.shape[0] > 0:
+            reference.select_prefill(**call._asdict())
+
+    @torch.inference_mode()
+    def prefill_score_select(self, call: PrefillScoreSelect) -> None:
+        """Score into a plane of its own, and select in torch."""
+        native.call("prefill_score_select", False, *call.arguments())
+        _require_torch(call)
+        if call.plan.batch > 0:
+            reference.prefill_score_select(
+                **_fields(call, "tp", "pool", "compact", "enable_pdl", "exact"), layout=_layout_of(call.k, call.tp)
+            )
+
+    @torch.inference_mode()
+    def prefill_local(self, call: PrefillLocal) -> None:
+        """The facade's scorer and selection in torch."""
+        native.call("prefill_local", False, *call.arguments())
+        _require_torch(call)
+        plan, layout = call.window_plan, _layout_of(call.index_k, call.world_size)
+        if plan.batch == 0:
+            return
+        scores = call.scores()
+        if scores is None:
+            reference.prefill_score_select(
+                call.query,
+                call.index_k,
+                call.block_table,
+                plan,
+                call.num_valid_pages,
+                call.carrier_view,
+                layout=layout,
+                rank=call.rank,
+                force_begin_blocks=call.force_begin_blocks,
+                force_end_blocks=call.force_end_blocks,
+            )
+            return
+        reference.prefill_index_score(
+            call.query,
+            call.index_k,
+            call.block_table,
+            plan,
+            scores,
+            layout=layout,
+            rank=call.rank,
+            initialize=False,
+            compact=layout.index_scale > 1,
+        )
+        reference.select_prefill(
+            scores,
+            call.num_valid_pages,
+            call.carrier_view,
+            force_begin_blocks=call.force_begin_blocks,
+            force_end_blocks=call.force_end_blocks,
+            index_scale=call.index_scale,
+            index_offset=call.index_offset,
+        )
+
+    @torch.inference_mode()
+    def prefill_merge(self, call: PrefillMerge) -> None:
+        """The facade's merge in torch."""
+        native.call("prefill_merge", False, *call)
+        _require_torch(call)
+        if call.num_valid_pages.numel() > 0:
+            reference.merge_candidates(
+                call.received,
+                call.num_valid_pages,
+                call.output,
+                None,
+                init_blocks=call.init_blocks,
+                local_blocks=call.local_blocks,
+                expected_generations=None,
+                prefill=True,
+            )
+
+    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
+        """The facade's decode chain, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            if end == 0:
+                native.call("decode", False, *call.arguments(query, keys))
+            else:
+                self.decode(plan, comm, call.arguments(query, keys, first == 0, end == len(DECODE_LAUNCHES)))
+
+        return CheckedCalls(run, call.num_valid_pages.numel())
+
+    def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
+        """The facade's scorer and selection, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            bound = call.of_step(query, keys, first_token)
+            if end == 0:
+                native.call("prefill_local", False, *bound.arguments())
+            else:
+                self.prefill_local(bound)
+
+        return CheckedCalls(run, tokens)
+
+    def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
+        """The facade's merge of an exchanged carrier, in full at every run."""
+
+        def run(query: Any, keys: Any, first: int, end: int) -> None:
+            if end == 0:
+                native.call("prefill_merge", False, *call)
+            else:
+                self.prefill_merge(call)
+
+        return CheckedCalls(run, 0)
+
+
+def _score_plane(index_q: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """A plane for the scores of every page of the block table, -inf where none is written."""
+    columns = min(max(ceil_div(block_table.shape[1], 4) * 4, 4), MAX_BLOCKS)
+    return torch.full((len(index_q), NUM_HEADS, columns), -torch.inf, dtype=torch.float32, device=index_q.device)
+
+
+def _layout_of(keys: torch.Tensor, world_size: int) -> Layout:
+    """The layout of checked keys."""
+    return find_layout(keys.shape[1] * world_size, world_size)
