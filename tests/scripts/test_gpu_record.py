@@ -286,7 +286,7 @@ def test_a_section_of_several_gpus_is_made_of_what_is_there(
 def test_a_section_of_one_gpu_has_all_rows(
     record_script: ModuleType, load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the benchmark and of the installed wheel, and the tests of both sets of cubins; README tells them."""
+    """Those of the benchmark and of the installed wheel, and the tests of both sets of cubins; the page has them."""
     monkeypatch.setattr(record_script, "machine", lambda: {"gpu": "H", "driver": "1", "torch": "2", "date": "today"})
     monkeypatch.setattr(record_script, "compilers", lambda: ["NVRTC 12.9.86", "nvcc 13.0.88"])
     for name, passed in (("tests", 7), ("older", 5)):
@@ -299,7 +299,7 @@ def test_a_section_of_one_gpu_has_all_rows(
     ]
     for name, part in (("bench", rows[:1]), ("install", rows[1:])):
         (tmp_path / f"{name}.json").write_text(json.dumps(part))
-    (tmp_path / "memcheck.log").write_text("ERROR SUMMARY: 0 errors\n")
+    (tmp_path / "memcheck.log").write_text("4 passed, 1 skipped in 2.0s\nERROR SUMMARY: 0 errors\n")
     made = record_script.make_section(
         tmp_path / "tests.xml",
         tmp_path / "older.xml",
@@ -307,19 +307,19 @@ def test_a_section_of_one_gpu_has_all_rows(
         [tmp_path / "bench.json", tmp_path / "install.json"],
     )
     assert made["bench"] == rows and made["tests"]["passed"] == 7 and made["tests_of_older_cubins"]["passed"] == 5
-    text = load_script("readme_figures").figures({"single": {**made, "source_digest": "new"}})
-    assert "by NVRTC 12.9.86 and nvcc 13.0.88; those of the first, which older drivers get: 5 tests passed, 0" in text
-    assert (
-        "The installed wheel, 4.2 MB, beside FlashInfer 0.7.4" in text.replace("\n", " ") and "import: 0.06 s" in text
-    )
+    assert made["sanitizer"] == {"memcheck": 0} and made["sanitizer_tests"]["memcheck"]["passed"] == 4
+    text = load_script("figures").benchmark_figures({"single": {**made, "source_digest": "new"}}).replace("\n", " ")
+    assert "by NVRTC 12.9.86 and nvcc 13.0.88. Those of the first," in text and "5 tests passed, 0 failed" in text
+    assert "memcheck 0 errors in 4 tests. Its scope is limited. Shapes are small." in text
+    assert "The installed wheel, 4.2 MB, beside FlashInfer 0.7.4" in text and "import: 0.06 s" in text
 
 
-def test_readme_has_tables_of_several_gpus_where_there_is_a_section(load_script: Callable[[str], ModuleType]) -> None:
+def test_the_page_has_tables_of_several_gpus_where_there_is_a_section(load_script: Callable[[str], ModuleType]) -> None:
     """Decode and prefill layers, waits and host time; a stale section or one with failures says so."""
-    script = load_script("readme_figures")
+    script = load_script("figures")
     record = json.loads((SCRIPT.parent.parent / "tests" / "gpu" / "record.json").read_text())
     record = {name: record[name] for name in ("single", "pending") if name in record}
-    assert "Ranks with a GPU each" not in script.figures(record)
+    assert "## Ranks with a GPU each" not in script.benchmark_figures(record)
     decode = {"layout": "P128-TP2", "batch": 32, "ctx": 131072, "query_len": 1, "cold": True, "us": 65.0}
     prefill = {"layout": "P256-TP2", "tokens": 8192, "ctx": 131072, "heads": 4, "cold": True, "gpus": 2}
     rows = [
@@ -336,7 +336,7 @@ def test_readme_has_tables_of_several_gpus_where_there_is_a_section(load_script:
     run = {"gpu": "GPU X", "gpus": 2, "driver": "1", "torch": "2", "date": "2026-01-01"}
     tests = {"passed": 9, "failed": 0, "skipped": 1}
     found = group_section(script.tree_digest("sm_90a"), **run, tests=tests, faults={"a merge": 2.0}, bench=rows + layer)
-    text = script.figures({**record, "multi_gpu": found})
+    text = script.benchmark_figures({**record, "multi_gpu": found})
     for words in (
         "2 x GPU X",
         "1,000,128 layers of tagged rows",
@@ -349,12 +349,15 @@ def test_readme_has_tables_of_several_gpus_where_there_is_a_section(load_script:
         "prepared decode step: 9.5 us",
     ):
         assert words in text, words
-    part = text[text.index("Ranks with a GPU each") :]
-    assert "earlier sources" not in part and "failures" not in part
-    stale = script.figures({**record, "multi_gpu_x4": {**found, "source_digest": "old", "soak": [], "gpus": 4}})
-    stale = stale[stale.index("Ranks with a GPU each") :]
-    assert "of earlier sources" in stale and "tagged rows were not soaked" in stale and "P128-TP4" in stale
-    assert script.group_lines({**found, "bench": [], "faults": {}})
+    part = text[text.index("## Ranks with a GPU each") :]
+    assert "earlier sources" not in part and "Failed: " not in part
+    stale = script.benchmark_figures(
+        {**record, "multi_gpu_x4": {**found, "source_digest": "old", "soak": [], "gpus": 4}}
+    )
+    stale = stale[stale.index("## Ranks with a GPU each") :]
+    assert "of earlier sources" in stale and "P128-TP4" in stale
+    assert "**Failed: soak of tagged rows had no results** (section `multi_gpu_x4`)." in stale
+    assert script.group_lines("multi_gpu", {**found, "bench": [], "faults": {}})
 
 
 def test_rows_have_the_fields_of_the_record() -> None:
