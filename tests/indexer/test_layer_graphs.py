@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flashinfer_msa.backends.storage import CheckedStorage
-from flashinfer_msa.backends.torch import TorchBackend
+from flashinfer_msa.backends.torch_backend import TorchBackend
 from flashinfer_msa.comm import local_comm
 from flashinfer_msa.indexer import layer_graphs
 from flashinfer_msa.indexer.layer_graphs import MSAIcpGraphStep, MSAIcpLayerGraphs
