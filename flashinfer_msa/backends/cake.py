@@ -41,7 +41,10 @@ class CakeBackend:
 
     name = "cake"
     default_device = "cuda"
-    can_capture = True
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Launches are all that a call does."""
+        return device.type == "cuda"
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """A CUDA device with its index filled in, and the architecture of the cubins that it loads."""

@@ -61,7 +61,10 @@ class TorchBackend:
 
     name = "torch"
     default_device = "cpu"
-    can_capture = False
+
+    def can_capture(self, device: torch.device) -> bool:
+        """The reference synchronizes."""
+        return False
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in; its type stands for the architecture."""

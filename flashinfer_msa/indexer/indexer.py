@@ -544,7 +544,7 @@ accumulation
             Step keys that keep graphs, at least 1; the least recently used goes first.
         """
         refuse_tracing()
-        can_capture = self.device.type == "cuda" and self._backend.can_capture
+        can_capture = self._backend.can_capture(self.device)
         return MSAIcpLayerGraphs(
             self, self.device, can_capture=can_capture, capture_after=capture_after, max_keys=max_keys
         )
