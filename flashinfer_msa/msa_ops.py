@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends import compiled as custom_ops
+from .backends import find_backend, find_eager_backend
 from .backends.calls import (
     DecodeScore,
     Merge,
@@ -20,9 +20,7 @@ from .backends.calls import (
     ScorePublish,
     SelectPrefill,
     SelectPublish,
-    multiprocessors_of,
 )
-from .backends.compiled import find_backend
 from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .layout import NUM_HEADS
 from .prefill.accumulation import is_exact
@@ -395,10 +393,10 @@ def msa_icp_index_score_sharded_plan(
         65535 items of 64 tokens, 65535 blocks of keys a segment or ``2**31 - 1`` block columns of all items, or no
         kernels are installed for the GPU.
     """
-    implementation = find_backend(backend)
+    implementation = find_eager_backend(backend)
     require_int("num_qo_heads", num_qo_heads, NUM_HEADS, NUM_HEADS)
     if device is None:
-        device = "cuda" if backend == "cake" else "cpu"
+        device = implementation.default_device
     resolved, _ = implementation.resolve_device(device)
     return make_host_plan(qo_segment_lens, kv_segment_lens, qo_offset, resolved)
 
@@ -473,8 +471,6 @@ def msa_icp_index_score_sharded_plan_device(
         total_q=total_q,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
-        # A device is not asked while code is traced: the operator, which takes all else, asks when it runs.
-        multiprocessors=0 if torch.compiler.is_compiling() else multiprocessors_of(packed_work_range),
     )
     find_backend(backend).prefill_plan(call)
     return call.plan()
@@ -703,13 +699,3 @@ def msa_icp_prefill_score_select(
             exact=exact,
         )
     )
-
-
-custom_ops.define(msa_icp_decode_index_score_sharded, "score_out")
-custom_ops.define(msa_icp_topk_select_publish, "errors", "generations")
-custom_ops.define(msa_icp_decode_score_publish, "pool", "errors", "generations")
-custom_ops.define(msa_icp_merge_candidates, "recv_slot", "output", "errors", "expected_generations")
-custom_ops.define(msa_icp_index_score_sharded_plan_device, "packed_work_range", "packed_work_info", "workspace")
-custom_ops.define(msa_icp_index_score_sharded, "max_score")
-custom_ops.define(msa_icp_topk_select_prefill, "carrier")
-custom_ops.define(msa_icp_prefill_score_select, "pool", "carrier")

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an indexer asks of its receive storage, and what it remembers of storage that it has checked."""
+"""Receive storage as the decode chain takes it: its fields, checked once, and the slot set it used last."""
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..limits import Limits
+from .calls import ChainState, Decode
+from .handles import UNKNOWN, find_object, order_of, register_object
 
 
 class ReceiveStorage(NamedTuple):
@@ -23,7 +31,7 @@ class ReceiveStorage(NamedTuple):
 
 def require_receive_storage(comm: Any, layout: dict[str, Any], world_size: int, device: torch.device) -> ReceiveStorage:
     """Return the fields of ``comm``; ``ValueError`` unless they are those of ``layout``, a ``msa_icp_comm_layout``."""
-    # Of each field the dtype, and a shape unless it is any 1-D one.
+    # Per field the dtype, and a shape unless any 1-D one will do.
     wanted: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
         "recv": (torch.int32, layout["legacy_shape"]),
         "tagged_recv": (torch.int64, layout["tagged_shape"]),
@@ -61,67 +69,177 @@ def require_receive_storage(comm: Any, layout: dict[str, Any], world_size: int, 
     return storage
 
 
-class CheckedStorage(NamedTuple):
-    """Receive storage that has been checked, and what the decode chain's launches take from it and the indexer.
+class SlotHistory:
+    """The slot set that the last layer with tagged rows used, None where that is not known.
 
-    Attributes
-    ----------
-    fields : ReceiveStorage
-        The fields as they were then.
-    words : torch.Tensor
-        int64, in host memory: what the launcher takes.
-    last : list
-        A cell: the slot set of the last layer with tagged rows, None if that is not known, and whether a graph was
-        captured then.
-    on_gpu : bool
-        Whether a graph can be captured.
-    num_sparse_layers : int
-        The indexer's.
+    Two uses of a slot set must be at least two sparse layers apart. Whatever is launched again without being seen here,
+    by a replayed graph or by compiled code, makes the last slot set unknown.
     """
 
-    fields: ReceiveStorage
-    words: torch.Tensor
-    last: list[tuple[int | None, bool]]
-    on_gpu: bool
-    num_sparse_layers: int
+    def __init__(self, limits: Limits) -> None:
+        self._num_sparse_layers = limits.num_sparse_layers
+        self._on_gpu = limits.device.type == "cuda"
+        self._last: int | None = None
+        self._captured = False
 
-    def require_form(self, slot: int | None, tagged: bool) -> None:
-        """Refuse tagged rows where the slot set to publish into, if any, is that of the layer before."""
+    def require(self, slot: Any, tagged: Any) -> None:
+        """Refuse tagged rows where the slot set to publish into (None for no publish) is that of the layer before."""
         if tagged is False:
-            return
-        if tagged is True and self.num_sparse_layers >= 2:
-            if isinstance(slot, (int, numbers.Integral)) and self.follows_itself(slot):
-                raise ValueError(
-                    f"slot must be another one than that of the layer before with tagged rows, was {slot} twice: let "
-                    "it be a counter over all layers of all steps, modulo 3"
-                )
             return
         if tagged is not True:
             raise ValueError(f"tagged must be True or False, was {tagged!r}")
-        raise ValueError(
-            f"tagged must be False with fewer than 2 sparse layers, was True with {self.num_sparse_layers}: two uses "
-            "of a slot set must be at least two layers apart"
-        )
+        if self._num_sparse_layers < 2:
+            raise ValueError(
+                f"tagged must be False with fewer than 2 sparse layers, was True with {self._num_sparse_layers}: two "
+                "uses of a slot set must be at least two layers apart"
+            )
+        if slot == self._last and slot is not None and isinstance(slot, (int, numbers.Integral)):
+            # A replay of a captured layer is not seen, so what it used is not known outside a capture.
+            if self._captured and not self._is_capturing():
+                return
+            raise ValueError(
+                f"slot must differ from that of the layer before with tagged rows, was {slot} twice: "
+                "slot = layers_run % 3, counted across steps"
+            )
 
-    def follows_itself(self, slot: int) -> bool:
-        """Whether the slot set is that of the layer before. What replays of a captured layer have used is not known."""
-        last, captured = self.last[0]
-        return slot == last and (not captured or self._is_capturing())
+    def note(self, slot: int | None) -> None:
+        """Remember the slot set of a layer with tagged rows that has been launched, or with None forget it."""
+        self._last, self._captured = slot, self._is_capturing()
 
-    def note(self, slot: int | None, tagged: bool = True) -> None:
-        """Remember the slot set of a layer that has been launched, or with None that it is not known."""
-        if tagged:
-            self.last[0] = (slot, self._is_capturing())
+    def note_replay(self, slot: int) -> None:
+        """Remember the slot set of a layer that a replay has launched, which is never part of a capture."""
+        self._last, self._captured = slot, False
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a layer inside. A capture uses no slot set: each replay does, and notes it."""
+        last = self._last, self._captured
+        self.note(None)
+        try:
+            yield
+        finally:
+            self._last, self._captured = last
 
     def _is_capturing(self) -> bool:
-        return self.on_gpu and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
 
-NO_STORAGE = CheckedStorage(
-    ReceiveStorage(*(object() for _ in ReceiveStorage._fields)),  # type: ignore[arg-type]
-    torch.zeros(0, dtype=torch.int64, device="cpu"),
-    [(None, False)],
-    on_gpu=False,
-    num_sparse_layers=0,
-)
-"""Stands for storage where none has been checked: no comm has its fields."""
+@dataclass(frozen=True, eq=False)
+class CheckedStorage:
+    """Receive storage that has been checked for an indexer.
+
+    Attributes
+    ----------
+    limits : Limits
+        The indexer's.
+    fields : ReceiveStorage
+        The fields as they were checked.
+    state : torch.Tensor
+        int64, in host memory: ``ChainState`` as the launcher takes it.
+    slots : SlotHistory
+        Shared by all storage with the same counters.
+    """
+
+    limits: Limits
+    fields: ReceiveStorage
+    state: torch.Tensor
+    slots: SlotHistory
+
+
+class StorageTable:
+    """The receive storage of one indexer. Storage is checked once, and again when a field has changed.
+
+    Attributes
+    ----------
+    handle : int
+        What compiled code knows the table by, since an operator takes no objects.
+    order : Order
+        What keeps the decode chains of the device in order there.
+    """
+
+    def __init__(self, limits: Limits, check_memory: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """``check_memory`` refuses fields that are no memory to launch with."""
+        self.limits = limits
+        self.handle = register_object(self)
+        self.order = order_of(limits.device)
+        self._check_memory = check_memory
+        self._latest: CheckedStorage | None = None
+        self._fields: Sequence[Any] = [object()] * len(ReceiveStorage._fields)  # no comm has these
+        self._slots: MutableMapping[torch.Tensor, SlotHistory] = WeakTensorKeyDictionary()
+        self._handles: dict[int, int] = {}
+
+    def find(self, comm: Any) -> CheckedStorage:
+        """The checked storage of ``comm``, which is checked unless it is the one that was checked last."""
+        recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors = self._fields
+        try:
+            if (
+                comm.recv is recv
+                and comm.tagged_recv is tagged_recv
+                and comm.recv_bases is recv_bases
+                and comm.tagged_recv_bases is tagged_recv_bases
+                and comm.publish_generations is publish
+                and comm.expected_generations is expected
+                and comm.errors is errors
+            ):
+                assert self._latest is not None
+                return self._latest
+        except AttributeError:
+            pass  # the check says which field is missing
+        return self.check(comm)
+
+    def run(self, comm: Any, call: Decode, launch: Callable[[CheckedStorage, Decode], None]) -> None:
+        """Launch a decode call on ``comm``, between the check and the note of its slot set."""
+        storage = self.find(comm)
+        storage.slots.require(call.slot if call.publishes else None, call.tagged)
+        launch(storage, call)
+        if call.publishes and call.tagged and call.num_valid_pages.shape[0]:  # else no row was published
+            storage.slots.note(call.slot)
+
+    def check(self, comm: Any) -> CheckedStorage:
+        """Check ``comm``; ``ValueError`` unless it is receive storage for this rank."""
+        limits = self.limits
+        fields = require_receive_storage(comm, limits.comm_layout(), limits.world_size, limits.device)
+        self._check_memory(fields)
+        slots = self._slots.setdefault(fields.publish_generations, SlotHistory(limits))
+        self._latest = CheckedStorage(limits, fields, _chain_state(limits, fields), slots)
+        self._fields = fields
+        self._register(comm)
+        return self._latest
+
+    def forget(self, comm: Any) -> None:
+        """Keep no tensor of ``comm`` alive, which is about to be closed."""
+        if self._latest is not None and self._latest.fields.recv is comm.recv:
+            self._latest, self._fields = None, [object()] * len(ReceiveStorage._fields)
+
+    def handle_of(self, comm: Any) -> int:
+        """What compiled code knows ``comm`` by, ``UNKNOWN`` for storage that was never checked."""
+        return self._handles.get(id(comm), UNKNOWN)
+
+    def _register(self, comm: Any) -> None:
+        if find_object(self.handle_of(comm)) is comm:
+            return
+        try:
+            self._handles[id(comm)] = register_object(comm)
+        except TypeError:
+            self._handles.pop(id(comm), None)  # its end could not be noticed, nor that its id then belongs to another
+
+
+def _chain_state(limits: Limits, fields: ReceiveStorage) -> torch.Tensor:
+    """What the launcher takes of an indexer and its receive storage."""
+    addresses = {name: field.data_ptr() for name, field in fields._asdict().items()}
+    return ChainState(
+        device=-1 if limits.device.index is None else limits.device.index,
+        rank=limits.rank,
+        world_size=limits.world_size,
+        heads_per_rank=limits.heads_per_rank,
+        capacity=limits.max_decode_tokens,
+        init_blocks=limits.init_blocks,
+        local_blocks=limits.local_blocks,
+        spin_limit=limits.spin_limit,
+        wait_ns=limits.wait_ns,
+        page_size=limits.page_size,
+        max_query_len=limits.max_decode_query_len,
+        index_scale=limits.index_scale,
+        index_offset=limits.index_offset,
+        **addresses,
+    ).pack()

@@ -1,29 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage: the rows that publishers store into and owners merge, and the counters of both.
-
-:func:`local_comm` makes it for ranks of one process, :func:`allocate_comm` for one rank a process. The carriers of a
-prefill step go through :func:`exchange_carriers`.
-
-What must be equal on all ranks of a group, layer by layer: queries, ``seq_lens``, ``num_valid_pages`` and with them the
-number and order of tokens, padding included; ``decode_query_len``, row form, slot set and the order of layers; forced
-blocks; the tokens of an exchange. Ranks that differ in these wait for rows that do not come, or select differently.
-What the ranks compare in :func:`allocate_comm` is less: what they are, not what they are given. Block tables and keys
-are each rank's own, and so are scratch, pools, ``enable_pdl``, and whether a decode layer is launched eagerly or from a
-graph.
-
-At the end: the last step, then the caller's graphs and :meth:`MSAIcpLayerGraphs.clear`, then on every rank
-:meth:`MSAIcpGroupComm.close`, then ``torch.distributed.destroy_process_group``.
-"""
+"""Receive storage that the processes of a group share, one rank per process."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -32,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..backends import find_eager_backend
 from ..indexer import MSAIcpIndexerPlan
-from ..layout import NUM_HEADS, ROW_WORDS, WORLD_SIZES
-from ..manifest import load_manifest
-from ..runtime import native, shared
-from ..runtime.loader import kernels_of
+from ..runtime import shared
 from ..version import __version__
+from .exchange import require_group
+from .storage import MSAIcpComm, comm_fields, make_storage
 
 T = TypeVar("T")
 
@@ -65,38 +50,14 @@ _lost: list[Any] = []
 
 
 @dataclass(frozen=True, eq=False)
-class MSAIcpComm:
-    """One rank's view of the group's receive storage. Any object with these fields will do for the indexer.
-
-    Shapes are those of ``msa_icp_comm_layout``. ``tagged_recv`` lies right after ``recv`` in one storage; the bases are
-    the device addresses of every rank's ``recv`` and ``tagged_recv``, int64 ``[W]``, and ``storages`` keeps what they
-    point at alive; ``errors`` int32 ``[1]`` counts waits that ran out. All of it is zeroed once, on every rank, and
-    never reset.
-    """
-
-    storages: tuple[torch.Tensor, ...]
-    recv: torch.Tensor
-    tagged_recv: torch.Tensor
-    recv_bases: torch.Tensor
-    tagged_recv_bases: torch.Tensor
-    publish_generations: torch.Tensor
-    expected_generations: torch.Tensor
-    errors: torch.Tensor
-
-    def __reduce__(self) -> Any:
-        # The bases would still be those of this storage, and mean nothing in another process.
-        raise TypeError("receive storage cannot be copied or pickled, since peers store at its addresses: make another")
-
-
-@dataclass(frozen=True, eq=False)
 class MSAIcpGroupComm(MSAIcpComm):
     """One rank's view of receive storage that the processes of a group share. Made by :func:`allocate_comm`.
 
-    A context manager that closes itself: ``with allocate_comm(plan) as comm``.
+    A context manager that closes itself: ``with allocate_comm(indexer) as comm``.
 
     Attributes
     ----------
-    plan : MSAIcpIndexerPlan
+    indexer : MSAIcpIndexerPlan
         The rank's indexer.
     group : torch.distributed.ProcessGroup
         The group of the ranks.
@@ -104,7 +65,7 @@ class MSAIcpGroupComm(MSAIcpComm):
         How the ranks reach one another's rows: ``"symmetric"`` or ``"ipc"`` on GPUs, ``"shared"`` on the CPU.
     """
 
-    plan: MSAIcpIndexerPlan
+    indexer: MSAIcpIndexerPlan
     group: dist.ProcessGroup
     memory: str
     _handle: Any
@@ -112,7 +73,7 @@ class MSAIcpGroupComm(MSAIcpComm):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"memory={self.memory!r}"
-        return f"MSAIcpGroupComm({self.plan!r}, {state})"
+        return f"MSAIcpGroupComm({self.indexer!r}, {state})"
 
     @property
     def closed(self) -> bool:
@@ -137,7 +98,7 @@ class MSAIcpGroupComm(MSAIcpComm):
                 self._close(wait)
 
     def _close(self, wait: bool) -> None:
-        device = self.plan.device
+        device = self.indexer.device
         try:
             _synchronize(device)
         except RuntimeError:
@@ -146,9 +107,9 @@ class MSAIcpGroupComm(MSAIcpComm):
             if wait:
                 # A group that is gone cannot be waited for, and a dead rank stores nothing any more.
                 with contextlib.suppress(RuntimeError, ValueError):
-                    _gather(_require_group(self.group), device, lambda: None)
+                    _gather(require_group(self.group), device, lambda: None)
         finally:
-            self.plan._forget_comm(self)
+            self.indexer.forget_comm(self)
             shared.forget(self.storages)
             for name in (*(part.name for part in fields(MSAIcpComm)), "_handle"):
                 object.__setattr__(self, name, None)
@@ -164,102 +125,8 @@ class MSAIcpGroupComm(MSAIcpComm):
 
 
 @torch.inference_mode(False)  # written outside inference mode too
-def local_comm(plans: Sequence[MSAIcpIndexerPlan]) -> list[MSAIcpComm]:
-    """Receive storage for ranks that all live in this process.
-
-    Parameters
-    ----------
-    plans : sequence of MSAIcpIndexerPlan
-        One plan a rank, in the order of ranks, of one group: equal world size, backend and ``max_decode_tokens``. Their
-        devices may be one GPU, or several with peer access.
-
-    Returns
-    -------
-    list of MSAIcpComm
-        One a rank, zeroed. On one device, run the publishes of all ranks before the first merge: a merge that is ahead
-        of a publish in a stream waits for it forever.
-
-    Raises
-    ------
-    ValueError
-        If the plans are not one group, or their GPUs cannot store into each other's memory.
-    """
-    if not isinstance(plans, Iterable):
-        raise ValueError(f"plans must be a non-empty sequence of indexer plans, was {plans!r}")
-    plans = list(plans)
-    if not plans or not all(isinstance(plan, MSAIcpIndexerPlan) for plan in plans):
-        raise ValueError(f"plans must be a non-empty sequence of indexer plans, was {plans!r}")
-    first = plans[0]
-    if [plan.rank for plan in plans] != list(range(first.world_size)):
-        raise ValueError(
-            f"plans must hold one plan of each rank 0 to {first.world_size - 1} in order, "
-            f"held ranks {[plan.rank for plan in plans]}"
-        )
-    for name in ("world_size", "max_decode_tokens", "page_size", "backend"):
-        values = [getattr(plan, name) for plan in plans]
-        if len(set(values)) > 1:
-            raise ValueError(f"plans must agree on {name}, had {values}")
-    _connect([plan.device for plan in plans])
-
-    storages = [_zeros(plan) for plan in plans]
-    comms = [MSAIcpComm(**_comm_fields(plan, storages)) for plan in plans]
-    for device in {plan.device for plan in plans}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a peer may publish from another device as soon as this returns
-    return comms
-
-
-def _connect(devices: list[torch.device]) -> None:
-    """Let kernels on each device store into the memory of the others."""
-    if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
-        raise ValueError(f"plans must be all on CUDA devices or all on the CPU, were on {[str(d) for d in devices]}")
-    for device in dict.fromkeys(devices):
-        for peer in dict.fromkeys(devices):
-            if device == peer:
-                continue
-            if not torch.cuda.can_device_access_peer(device, peer):
-                raise ValueError(f"plans must be on GPUs with peer access, but {device} cannot access {peer}")
-            native.enable_peer_access(device.index, peer.index)
-            # Expandable segments of torch's allocator are mapped for a peer when torch itself first copies to it.
-            torch.zeros(1, device=device).to(peer)
-
-
-def _zeros(plan: MSAIcpIndexerPlan) -> torch.Tensor:
-    """One rank's receive storage."""
-    return torch.zeros(plan.comm_layout["storage_words"], dtype=torch.int32, device=plan.device)
-
-
-def _comm_fields(plan: MSAIcpIndexerPlan, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The fields of a rank's comm, over the storages of all ranks as its process sees them."""
-    layout = plan.comm_layout
-    legacy_words = layout["tagged_offset_bytes"] // 4
-    recv = [storage[:legacy_words].view(layout["legacy_shape"]) for storage in storages]
-    tagged = [storage[legacy_words:].view(torch.int64).view(layout["tagged_shape"]) for storage in storages]
-
-    def addresses(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tensor([r.data_ptr() for r in rows], dtype=torch.int64, device=plan.device)
-
-    def counters(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=plan.device)
-
-    return {
-        "storages": tuple(storages),
-        "recv": recv[plan.rank],
-        "tagged_recv": tagged[plan.rank],
-        "recv_bases": addresses(recv),
-        "tagged_recv_bases": addresses(tagged),
-        "publish_generations": counters(layout["generations_shape"]),
-        "expected_generations": counters(layout["expected_shape"]),
-        "errors": counters((1,)),
-    }
-
-
-# --- one rank a process -----------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode(False)  # written outside inference mode too
 def allocate_comm(
-    plan: MSAIcpIndexerPlan, group: dist.ProcessGroup | None = None, *, memory: str = "auto"
+    indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup | None = None, *, memory: str = "auto"
 ) -> MSAIcpGroupComm:
     """Receive storage for one rank of a group of processes, which all call this at the same time.
 
@@ -269,11 +136,11 @@ def allocate_comm(
 
     Parameters
     ----------
-    plan : MSAIcpIndexerPlan
+    indexer : MSAIcpIndexerPlan
         This rank's indexer.
     group : torch.distributed.ProcessGroup, optional
-        The tensor-parallel group, of ``plan.world_size`` processes on one host with this one as ``plan.rank``; the
-        default group if None. A process may be in several groups, and have a comm for each.
+        The tensor-parallel group, of ``indexer.world_size`` processes on one host with this one as ``indexer.rank``.
+        The default group if None. A process may be in several groups, and have a comm for each.
     memory : str
         How the ranks reach one another's rows. On GPUs ``"symmetric"`` for torch's symmetric memory, ``"ipc"`` for
         CUDA IPC, which two ranks on one GPU need, or ``"auto"`` for the first of them that works. On the CPU
@@ -292,14 +159,14 @@ def allocate_comm(
     RuntimeError
         If memory cannot be allocated or mapped on some rank. Every rank raises.
     """
-    group = _require_group(group)
-    device = plan.device if isinstance(plan, MSAIcpIndexerPlan) else torch.device("cpu")
-    _require_agreement(_gather(group, device, lambda: _description(plan, group, memory)))
+    group = require_group(group)
+    device = indexer.device if isinstance(indexer, MSAIcpIndexerPlan) else torch.device("cpu")
+    _require_agreement(_gather(group, device, lambda: _description(indexer, group, memory)))
     reasons = []
     for kind in _SHARERS[device.type]:
         if memory in ("auto", kind):
             try:
-                return _make_comm(plan, group, kind)
+                return _make_comm(indexer, group, kind)
             except RuntimeError as error:  # on every rank, so that all try the next one
                 reasons.append(f"{kind}: {error}")
     raise RuntimeError(
@@ -308,37 +175,20 @@ def allocate_comm(
     )
 
 
-def _make_comm(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup, memory: str) -> MSAIcpGroupComm:
+def _make_comm(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup, memory: str) -> MSAIcpGroupComm:
     """The comm of one rank, over one kind of memory."""
-    storages, handle = _SHARERS[plan.device.type][memory](plan, group)
+    storages, handle = _SHARERS[indexer.device.type][memory](indexer, group)
     made: list[MSAIcpGroupComm] = []
 
     def finish() -> None:
-        comm_fields = _comm_fields(plan, storages)
-        made.append(MSAIcpGroupComm(**comm_fields, plan=plan, group=group, memory=memory, _handle=handle))
-        _synchronize(plan.device)
+        own_fields = comm_fields(indexer, storages)
+        made.append(MSAIcpGroupComm(**own_fields, indexer=indexer, group=group, memory=memory, _handle=handle))
+        _synchronize(indexer.device)
 
     # No rank publishes before every other has zeroed its rows and counters and mapped its peers'.
-    _gather(group, plan.device, finish)
+    _gather(group, indexer.device, finish)
     shared.add(storages)
     return made[0]
-
-
-def _require_group(group: Any) -> dist.ProcessGroup:
-    """The process group, which this process is in."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "group must be an initialized process group, was none: call torch.distributed.init_process_group first"
-        )
-    if group is None:
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a process group that this process is in, was {group!r}")
-    try:
-        dist.get_rank(group)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be a process group that exists, was {group!r}: {error}") from error
-    return group
 
 
 def _gather(group: dist.ProcessGroup, device: torch.device, action: Callable[[], T]) -> list[T]:
@@ -366,31 +216,26 @@ def _gather(group: dist.ProcessGroup, device: torch.device, action: Callable[[],
     return [result for result, _ in gathered]
 
 
-def _description(plan: Any, group: dist.ProcessGroup, memory: Any) -> dict[str, Any]:
-    """What the ranks compare, of a plan and a group that fit each other."""
-    if not isinstance(plan, MSAIcpIndexerPlan):
-        raise ValueError(f"plan must be an indexer plan, was {plan!r}")
+def _description(indexer: Any, group: dist.ProcessGroup, memory: Any) -> dict[str, Any]:
+    """What the ranks compare, of a indexer and a group that fit each other."""
+    if not isinstance(indexer, MSAIcpIndexerPlan):
+        raise ValueError(f"indexer must be an indexer indexer, was {indexer!r}")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if size != plan.world_size:
-        raise ValueError(f"group must have the {plan.world_size} ranks of plan.world_size, had {size}")
-    if rank != plan.rank:
-        raise ValueError(f"plan.rank must be the rank of this process in the group, {rank}, was {plan.rank}")
-    choices = _MEMORIES[plan.device.type]
+    if size != indexer.world_size:
+        raise ValueError(f"group must have the {indexer.world_size} ranks of indexer.world_size, had {size}")
+    if rank != indexer.rank:
+        raise ValueError(f"indexer.rank must be the rank of this process in the group, {rank}, was {indexer.rank}")
+    choices = _MEMORIES[indexer.device.type]
     if memory not in choices:
-        raise ValueError(f"memory must be one of {choices} on {plan.device}, was {memory!r}")
-    kernels = plan.arch
-    if plan.backend == "cake":
-        digests = kernels_of(plan.device).source_digests()
-        whole = " ".join([load_manifest().data["launcher"]["sha256"], *digests])
-        kernels = f"{plan.arch} {hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+        raise ValueError(f"memory must be one of {choices} on {indexer.device}, was {memory!r}")
     of_process = {
         "host": socket.gethostname(),
         "version": __version__,
-        "device type": plan.device.type,
-        "kernels": kernels,
+        "device type": indexer.device.type,
+        "kernels": find_eager_backend(indexer.backend).kernels_identity(indexer.device),
         "memory": memory,
     }
-    return {name: of_process[name] if name in of_process else getattr(plan, name) for name in _AGREED}
+    return {name: of_process[name] if name in of_process else getattr(indexer, name) for name in _AGREED}
 
 
 def _require_agreement(descriptions: Sequence[dict[str, Any]]) -> None:
@@ -407,9 +252,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _share_files(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
+def _share_files(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
     """Storages of all ranks in shared memory: files, which have no name any more once every rank has mapped them."""
-    words = plan.comm_layout["storage_words"]
+    words = indexer.comm_layout["storage_words"]
     folder = _SHARED_MEMORY_FOLDER if _SHARED_MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
     storages: list[torch.Tensor] = []
     with contextlib.ExitStack() as files:
@@ -427,14 +272,14 @@ def _share_files(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[lis
                 os.stat(path)  # a path that is another one in this process would be created
                 storages.append(torch.from_file(path, shared=True, size=words, dtype=torch.int32, device="cpu"))
 
-        paths = _gather(group, plan.device, create)
-        _gather(group, plan.device, connect)
+        paths = _gather(group, indexer.device, create)
+        _gather(group, indexer.device, connect)
     return storages, None
 
 
-def _share_symmetric(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], Any]:
+def _share_symmetric(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], Any]:
     """Storages of all ranks in torch's symmetric memory, and the handle that keeps them mapped."""
-    words = plan.comm_layout["storage_words"]
+    words = indexer.comm_layout["storage_words"]
     own: list[torch.Tensor] = []
     handles: list[Any] = []
     storages: list[torch.Tensor] = []
@@ -442,26 +287,26 @@ def _share_symmetric(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple
     def allocate() -> None:
         from torch.distributed import _symmetric_memory
 
-        own.append(_symmetric_memory.empty(words, dtype=torch.int32, device=plan.device).zero_())
-        torch.cuda.synchronize(plan.device)
+        own.append(_symmetric_memory.empty(words, dtype=torch.int32, device=indexer.device).zero_())
+        torch.cuda.synchronize(indexer.device)
 
     def connect() -> int:
         from torch.distributed import _symmetric_memory
 
-        with torch.cuda.device(plan.device), _without_multicast():
+        with torch.cuda.device(indexer.device), _without_multicast():
             handles.append(_symmetric_memory.rendezvous(own[0], group))
         # Where this rank's rows begin in its buffer, in words.
-        return (own[0].data_ptr() - handles[0].buffer_ptrs[plan.rank]) // own[0].itemsize
+        return (own[0].data_ptr() - handles[0].buffer_ptrs[indexer.rank]) // own[0].itemsize
 
     def find() -> None:
         buffers = [handles[0].get_buffer(rank, (words,), torch.int32, begin) for rank, begin in enumerate(begins)]
-        if buffers[plan.rank].data_ptr() != own[0].data_ptr():
+        if buffers[indexer.rank].data_ptr() != own[0].data_ptr():
             raise RuntimeError("this torch's symmetric memory does not find a rank's own rows")
-        storages.extend(own[0] if rank == plan.rank else buffer for rank, buffer in enumerate(buffers))
+        storages.extend(own[0] if rank == indexer.rank else buffer for rank, buffer in enumerate(buffers))
 
-    _gather(group, plan.device, allocate)
-    begins = _gather(group, plan.device, connect)
-    _gather(group, plan.device, find)
+    _gather(group, indexer.device, allocate)
+    begins = _gather(group, indexer.device, connect)
+    _gather(group, indexer.device, find)
     return storages, handles[0]
 
 
@@ -480,28 +325,30 @@ def _without_multicast() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _share_ipc(plan: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
+def _share_ipc(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
     """Storages of all ranks by CUDA IPC."""
     storages: list[torch.Tensor] = []
 
     def export() -> list[tuple[Any, ...] | None]:
-        own = _zeros(plan)
-        torch.cuda.synchronize(plan.device)
-        storages.extend([own] * plan.world_size)
+        own = make_storage(indexer)
+        torch.cuda.synchronize(indexer.device)
+        storages.extend([own] * indexer.world_size)
         # A handle for each peer: every importer releases its own count of the storage.
-        return [None if rank == plan.rank else own.untyped_storage()._share_cuda_() for rank in range(plan.world_size)]
+        return [
+            None if rank == indexer.rank else own.untyped_storage()._share_cuda_() for rank in range(indexer.world_size)
+        ]
 
     def connect() -> None:
         for rank, handles in enumerate(exported):
-            if rank == plan.rank:
+            if rank == indexer.rank:
                 continue
-            _, *memory, _ = handles[plan.rank]
+            _, *memory, _ = handles[indexer.rank]
             # Opened on this rank's device, where its kernels run. Nothing to wait for: the exporter has synchronized.
-            storage = torch.UntypedStorage._new_shared_cuda(plan.device.index, *memory, False)
-            storages[rank] = torch.empty(0, dtype=torch.int32, device=plan.device).set_(storage)
+            storage = torch.UntypedStorage._new_shared_cuda(indexer.device.index, *memory, False)
+            storages[rank] = torch.empty(0, dtype=torch.int32, device=indexer.device).set_(storage)
 
-    exported = _gather(group, plan.device, export)
-    _gather(group, plan.device, connect)
+    exported = _gather(group, indexer.device, export)
+    _gather(group, indexer.device, connect)
     return storages, None
 
 
@@ -510,62 +357,3 @@ _SHARERS: dict[str, dict[str, Callable[..., tuple[list[torch.Tensor], Any]]]] = 
     "cuda": {"symmetric": _share_symmetric, "ipc": _share_ipc},
 }
 """By the type of device, in order of preference."""
-
-
-# --- the exchange of a prefill step -----------------------------------------------------------------------------------
-
-
-def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Bring every rank the carrier rows of its heads: the all-to-all between ``prefill_local`` and ``prefill_merge``.
-
-    Rows ``send[h]`` go to rank ``h // heads_per_rank``; ``received[s]`` is what rank ``s`` sent. Runs on the current
-    stream, without a synchronization of the host. A CUDA graph may capture it after it has run once on the group, on
-    all ranks alike, and is freed before the group is destroyed, which would wait for it forever.
-
-    Parameters
-    ----------
-    send : torch.Tensor
-        int32 ``[4, T, 33]``, contiguous: this rank's carrier. The same ``T`` on every rank; nothing is sent if it is 0.
-    received : torch.Tensor
-        int32 ``[W, 4 // W, T, 33]``, contiguous, on the same device in memory of its own.
-    group : torch.distributed.ProcessGroup, optional
-        The tensor-parallel group, of ``W`` = 2 or 4 processes, with a backend for the device, such as nccl for CUDA;
-        the default group if None.
-
-    Raises
-    ------
-    ValueError
-        If an argument is not as described; nothing has been sent then.
-    """
-    group = _require_group(group)
-    world_size = dist.get_world_size(group)
-    if world_size not in WORLD_SIZES:
-        raise ValueError(f"group must have {' or '.join(map(str, WORLD_SIZES))} ranks, had {world_size}")
-    for name, tensor in (("send", send), ("received", received)):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-            raise ValueError(f"{name} must be a dense tensor, was {tensor!r}")
-        if tensor.dtype is not torch.int32:
-            raise ValueError(f"{name} must be torch.int32, was {tensor.dtype}")
-    if send.dim() != 3 or send.shape[0] != NUM_HEADS or send.shape[2] != ROW_WORDS:
-        raise ValueError(f"send must have shape ({NUM_HEADS}, T, {ROW_WORDS}), was {tuple(send.shape)}")
-    wanted = (world_size, NUM_HEADS // world_size, *send.shape[1:])
-    if tuple(received.shape) != wanted:
-        raise ValueError(f"received must have shape {wanted}, was {tuple(received.shape)}")
-    for name, tensor in (("send", send), ("received", received)):
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous, had strides {tensor.stride()}: a slice of a buffer's tokens is not; take "
-                f"buffer.flatten()[:{tensor.numel()}].view({tuple(tensor.shape)})"
-            )
-    if received.device != send.device:
-        raise ValueError(f"received must be on {send.device} like send, was on {received.device}")
-    if send.device.type not in _MEMORIES:
-        raise ValueError(f"send must be on the CPU or a CUDA device, was on {send.device}")
-    if send.device.type == "cuda" and "cuda:gloo" in (backends := dist.get_backend_config(group)):
-        raise ValueError(f"group must have a backend that exchanges CUDA tensors, such as nccl, had {backends}")
-    if send.numel() == 0:
-        return
-    begin, other = send.data_ptr(), received.data_ptr()
-    if begin < other + received.nbytes and other < begin + send.nbytes:
-        raise ValueError("received must be memory of its own, overlapped send")
-    dist.all_to_all_single(received.view(send.shape), send, group=group)

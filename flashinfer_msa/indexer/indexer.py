@@ -4,38 +4,32 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..backends import compiled as custom_ops
+from ..backends import find_backend, find_eager_backend
 from ..backends.base import Chain
-from ..backends.calls import DecodeChain, PrefillLocal, PrefillMerge, PrefillPlan
-from ..backends.compiled import find_backend
-from ..backends.storage import NO_STORAGE, CheckedStorage, require_receive_storage
-from ..layout import MAX_FORCED_BLOCKS, MAX_QUERY_LEN, MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS, find_layout
+from ..backends.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
+from ..backends.storage import StorageTable
+from ..layout import MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS
+from ..limits import check_limits
 from ..prefill.accumulation import is_exact
 from ..prefill.tuning import prefill_tuning
 from ..prefill.window import MSAIcpScorePlan, require_score_plan
 from ..sizing import (
     MAX_WINDOW_TOKENS,
     ceil_div,
-    msa_icp_comm_layout,
     msa_icp_decode_score_columns,
     msa_icp_index_score_columns,
     msa_icp_index_score_plan_storage,
     msa_icp_prefill_pool_bytes,
     require_int,
-    require_page_size,
-    require_world_size,
 )
 from .layer_graphs import MSAIcpLayerGraphs
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, Window, refuse_tracing
 
-_SPIN_LIMIT = 1 << 26
 _SCRATCH_BUDGET_BYTES = 256 << 20
 _CHUNK_TOKENS = 128
 _PITCH_COLUMNS = 16
@@ -76,57 +70,27 @@ accumulation
     """
 
     @torch.inference_mode(False)  # what it owns is written outside inference mode too
-    def __init__(
-        self,
-        *,
-        world_size: int,
-        rank: int,
-        num_index_heads: int,
-        page_size: int,
-        init_blocks: int,
-        local_blocks: int,
-        max_decode_tokens: int,
-        max_decode_query_len: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        num_sparse_layers: int,
-        device: Any,
-        backend: str,
-        spin_limit: int,
-        wait_seconds: float | None,
-        accumulation: str,
-    ) -> None:
-        implementation = find_backend(backend)
-        self.world_size = require_world_size(world_size)
-        self.rank = require_int("rank", rank, 0, self.world_size - 1)
-        self.num_index_heads = require_int("num_index_heads", num_index_heads, NUM_HEADS, NUM_HEADS)
-        self.page_size = require_page_size(page_size)
-        self.init_blocks = require_int("init_blocks", init_blocks, 0, MAX_FORCED_BLOCKS)
-        self.local_blocks = require_int("local_blocks", local_blocks, 0, MAX_FORCED_BLOCKS)
-        if init_blocks + local_blocks > MAX_FORCED_BLOCKS:
-            raise ValueError(
-                f"init_blocks + local_blocks must be at most {MAX_FORCED_BLOCKS}, was {init_blocks} + {local_blocks}"
-            )
-        self.max_decode_tokens = require_int("max_decode_tokens", max_decode_tokens, 1, (2**31 - 1) // NUM_HEADS)
-        self.max_decode_query_len = require_int("max_decode_query_len", max_decode_query_len, 1, MAX_QUERY_LEN)
-        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1, 2**31 - 1)
-        self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, 1, 2**31 - 1)
-        self.max_model_len = require_int("max_model_len", max_model_len, 1, 2**31 - 1)
-        self.num_sparse_layers = require_int("num_sparse_layers", num_sparse_layers, 1)
-        self.spin_limit = require_int("spin_limit", spin_limit, 1, 2**31 - 1)
-        self.wait_seconds = wait_seconds
-        self._wait_ns = _nanoseconds(wait_seconds)
-        self._exact = is_exact(accumulation)
-        self.accumulation = accumulation
-        self.backend = backend
-        self.device, self.arch = implementation.resolve_device(device)
+    def __init__(self, *, device: Any, backend: str, accumulation: str, **limits: Any) -> None:
+        """Take the arguments of :func:`prepare_msa_icp_indexer`."""
+        self._backend = find_eager_backend(backend)
+        checked = check_limits(
+            **limits, exact=is_exact(accumulation), resolve_device=lambda: self._backend.resolve_device(device)
+        )
+        self.backend, self.accumulation, self.limits = backend, accumulation, checked
+        self._arguments = {**limits, "device": checked.device, "backend": backend, "accumulation": accumulation}
 
-        self.layout = find_layout(self.page_size, self.world_size)
-        self.heads_per_rank = self.layout.heads_per_rank
-        self.index_scale = self.layout.index_scale
-        self.index_offset = self.layout.index_offset(self.rank)
-        self.comm_layout = msa_icp_comm_layout(self.world_size, self.heads_per_rank, self.max_decode_tokens)
+        self.device, self.arch, self.layout, self.rank = checked.device, checked.arch, checked.layout, checked.rank
+        self.world_size, self.page_size = checked.world_size, checked.page_size
+        self.num_index_heads, self.heads_per_rank = checked.num_index_heads, checked.heads_per_rank
+        self.index_scale, self.index_offset = checked.index_scale, checked.index_offset
+        self.init_blocks, self.local_blocks = checked.init_blocks, checked.local_blocks
+        self.max_decode_tokens = checked.max_decode_tokens
+        self.max_decode_query_len = checked.max_decode_query_len
+        self.max_num_batched_tokens = checked.max_num_batched_tokens
+        self.max_num_seqs, self.max_model_len = checked.max_num_seqs, checked.max_model_len
+        self.num_sparse_layers = checked.num_sparse_layers
+        self.spin_limit, self.wait_seconds = checked.spin_limit, checked.wait_seconds
+        self.comm_layout = checked.comm_layout()
         self.decode_score_columns = msa_icp_decode_score_columns(self.max_model_len, self.page_size)
         self.prefill_score_columns = self._pitch(self.max_model_len)
         self.max_prefill_windows = ceil_div(self.max_num_batched_tokens, self._chunk(self.prefill_score_columns))
@@ -134,8 +98,7 @@ accumulation
         self.fused_prefill, short_tokens = prefill_tuning(self.arch, self.layout.name)
         selectable = self.prefill_score_columns < MAX_SCORE_COLUMNS
         self.prefill_short_tokens = min(short_tokens, self.prefill_window_tokens()) if selectable else 0
-        self._backend = implementation
-        # Windows of a step are planned side by side; the planner's scratch is theirs in turn.
+        # Windows of a step are planned side by side. The planner's scratch serves them in turn.
         storage = msa_icp_index_score_plan_storage(
             num_qo_heads=NUM_HEADS,
             total_q=self.prefill_window_tokens(),
@@ -150,10 +113,7 @@ accumulation
         self._short_scratch = (
             torch.empty(short_shape, dtype=torch.float32, device=self.device) if self.prefill_short_tokens else None
         )
-        self._checked_comm = NO_STORAGE
-        self._known = custom_ops.Known(self)
-        # By a comm's counters: the slot set that its last tagged rows used.
-        self._last_slots: MutableMapping[torch.Tensor, list[tuple[int | None, bool]]] = WeakTensorKeyDictionary()
+        self._storages = StorageTable(checked, self._backend.check_receive_storage)
 
     def __repr__(self) -> str:
         return (
@@ -163,8 +123,7 @@ accumulation
 
     def __reduce__(self) -> Any:
         # A copy is an indexer of the same limits: what this one knows of storage and of compiled code is its own.
-        limits = {name: getattr(self, name) for name in inspect.signature(MSAIcpIndexerPlan).parameters}
-        return functools.partial(MSAIcpIndexerPlan, **limits), ()
+        return functools.partial(MSAIcpIndexerPlan, **self._arguments), ()
 
     def _pitch(self, max_seq_len: int) -> int:
         columns = msa_icp_index_score_columns(max_seq_len, self.page_size)
@@ -223,61 +182,11 @@ accumulation
         ``expected_generations`` and ``errors``, contiguous tensors on the plan's device with the shapes and dtypes of
         ``comm_layout``, and the tagged rows follow the legacy rows in one storage.
         """
-        self._check_comm(comm)
+        self._storages.check(comm)
 
-    def _check_comm(self, comm: Any) -> CheckedStorage:
-        fields = require_receive_storage(comm, self.comm_layout, self.world_size, self.device)
-        self._backend.check_receive_storage(fields)
-        words = torch.tensor(
-            [
-                -1 if self.device.index is None else self.device.index,
-                self.rank,
-                self.world_size,
-                self.heads_per_rank,
-                self.max_decode_tokens,
-                self.init_blocks,
-                self.local_blocks,
-                self.spin_limit,
-                self._wait_ns,
-                self.page_size,
-                self.max_decode_query_len,
-                self.index_scale,
-                self.index_offset,
-                *(field.data_ptr() for field in fields),
-            ],
-            dtype=torch.int64,
-            device="cpu",  # whatever the default device
-        )
-        last = self._last_slots.setdefault(fields.publish_generations, [(None, False)])
-        self._checked_comm = CheckedStorage(
-            fields, words, last, on_gpu=self.device.type == "cuda", num_sparse_layers=self.num_sparse_layers
-        )
-        self._known.add(comm)
-        return self._checked_comm
-
-    def _forget_comm(self, comm: Any) -> None:
+    def forget_comm(self, comm: Any) -> None:
         """Keep no tensor of ``comm`` alive, which is about to be closed."""
-        if self._checked_comm.fields.recv is comm.recv:
-            self._checked_comm = NO_STORAGE
-
-    def _comm_state(self, comm: Any) -> CheckedStorage:
-        """What a launch takes from the plan and from ``comm``, which is checked unless it is the one checked last."""
-        state = self._checked_comm
-        recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors = state.fields
-        try:
-            if (
-                comm.recv is recv
-                and comm.tagged_recv is tagged_recv
-                and comm.recv_bases is recv_bases
-                and comm.tagged_recv_bases is tagged_recv_bases
-                and comm.publish_generations is publish
-                and comm.expected_generations is expected
-                and comm.errors is errors
-            ):
-                return state
-        except AttributeError:
-            pass  # the check below says which
-        return self._check_comm(comm)
+        self._storages.forget(comm)
 
     def decode(
         self,
@@ -342,17 +251,9 @@ accumulation
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
-        if torch.compiler.is_compiling():
-            half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-            return custom_ops.decode(self._known, comm, slot, tagged, enable_pdl, num_valid_pages, half, output)
-        state = self._comm_state(comm)
-        state.require_form(slot, tagged)
-        _require_output(output)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        head = (state.words, True, True, slot, tagged, enable_pdl, num_valid_pages)
-        self._backend.decode(self, comm, (*head, *half, output))
-        if num_valid_pages.shape[0]:  # else no row was published
-            state.note(slot, tagged)
+        call = Decode(True, True, slot, tagged, enable_pdl, num_valid_pages, *half, output)
+        find_backend(self.backend).decode(self._storages, comm, call)
 
     def decode_publish(
         self,
@@ -374,17 +275,9 @@ accumulation
 
         Ranks that share a stream run all publishes of a layer before any merge.
         """
-        if torch.compiler.is_compiling():
-            half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-            return custom_ops.decode(
-                self._known, comm, slot, tagged, enable_pdl, num_valid_pages, half, None, merges=False
-            )
-        state = self._comm_state(comm)
-        state.require_form(slot, tagged)
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
-        self._backend.decode(self, comm, (state.words, True, False, slot, tagged, enable_pdl, num_valid_pages, *half))
-        if num_valid_pages.shape[0]:  # else no row was published
-            state.note(slot, tagged)
+        call = Decode(True, False, slot, tagged, enable_pdl, num_valid_pages, *half)
+        find_backend(self.backend).decode(self._storages, comm, call)
 
     def decode_merge(
         self,
@@ -397,12 +290,8 @@ accumulation
         enable_pdl: bool = True,
     ) -> None:
         """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
-        if torch.compiler.is_compiling():
-            return custom_ops.decode(self._known, comm, slot, tagged, enable_pdl, num_valid_pages, None, output)
-        state = self._comm_state(comm)
-        state.require_form(None, tagged)
-        _require_output(output)
-        self._backend.decode(self, comm, (state.words, False, True, slot, tagged, enable_pdl, num_valid_pages, output))
+        call = Decode(False, True, slot, tagged, enable_pdl, num_valid_pages, output=output)
+        find_backend(self.backend).decode(self._storages, comm, call)
 
     def prefill_window_plan(
         self,
@@ -458,7 +347,6 @@ accumulation
             total_q,
             max_query_len,
             max_seq_len,
-            self._work_range.shape[1],
         )
         if isinstance(qo_segment_lens, torch.Tensor) and qo_segment_lens.dim() == 1:
             require_int("segments of qo_segment_lens", len(qo_segment_lens), 0, self.max_num_seqs)
@@ -578,22 +466,10 @@ accumulation
             If an argument is not as described.
         """
         refuse_tracing()
-        checked = self._comm_state(comm)
-        call = DecodeChain(
-            checked.words,
-            -1,
-            tagged,
-            enable_pdl,
-            num_valid_pages,
-            block_table,
-            seq_lens,
-            scores,
-            pool,
-            decode_query_len,
-            output,
-        )
-        keep = functools.partial(self._backend.decode_chain, self, comm)
-        return MSAIcpDecodeStep(self, call, comm, checked, keep, debug)
+        half = (None, None, block_table, seq_lens, scores, pool, decode_query_len)
+        # Each slot set has launches of its own.
+        call = Decode(True, True, -1, tagged, enable_pdl, num_valid_pages, *half, output)
+        return MSAIcpDecodeStep(self, self._storages.find(comm), comm, call, self._backend.decode_chain, debug)
 
     def prepare_prefill_step(
         self,
@@ -646,16 +522,16 @@ accumulation
             "pool": pool,
         }
 
-        def keep_local(window: Window) -> Chain:
+        def local_chain(window: Window) -> Chain:
             start, end, block_table, window_plan = window
             valid, carrier_view = num_valid_pages[start:end], send[:, start:end]
             call = self._local_call(None, None, block_table, window_plan, score_scratch, valid, carrier_view, pool)
             return self._backend.prefill_local_chain(call, send.shape[1], start)
 
-        def keep_merge() -> Chain:
+        def merge_chain() -> Chain:
             return self._backend.prefill_merge_chain(self._merge_call(received, num_valid_pages, output))
 
-        return MSAIcpPrefillStep(self, windows, tensors, keep_local, keep_merge, debug)
+        return MSAIcpPrefillStep(self, self.limits, windows, tensors, local_chain, merge_chain, debug)
 
     def layer_graphs(self, *, capture_after: int = 1, max_keys: int = 4) -> MSAIcpLayerGraphs:
         """CUDA graphs of single layers, for steps that come again with the same buffers.
@@ -668,7 +544,10 @@ accumulation
             Step keys that keep graphs, at least 1; the least recently used goes first.
         """
         refuse_tracing()
-        return MSAIcpLayerGraphs(self, capture_after=capture_after, max_keys=max_keys)
+        can_capture = self._backend.can_capture(self.device)
+        return MSAIcpLayerGraphs(
+            self, self.device, can_capture=can_capture, capture_after=capture_after, max_keys=max_keys
+        )
 
     def _local_call(
         self,
@@ -697,107 +576,8 @@ accumulation
             self.index_offset,
             pool,
             self._short_scratch,
-            self._exact,
+            self.limits.exact,
         )
 
     def _merge_call(self, received: Any, num_valid_pages: Any, output: Any) -> PrefillMerge:
         return PrefillMerge(received, num_valid_pages, output, self.world_size, self.init_blocks, self.local_blocks)
-
-
-def _nanoseconds(wait_seconds: Any) -> int:
-    """A limit of seconds as the launcher takes it, 0 for none."""
-    if wait_seconds is None:
-        return 0
-    number = isinstance(wait_seconds, (int, float)) and not isinstance(wait_seconds, bool)
-    if not number or not 1e-3 <= wait_seconds <= 1e6:
-        raise ValueError(f"wait_seconds must be None or a number of seconds in [0.001, 1000000], was {wait_seconds!r}")
-    return round(wait_seconds * 1e9)
-
-
-def _require_output(output: Any) -> None:
-    """A backend takes None for a chain without a merge."""
-    if output is None:
-        raise ValueError("output must be a dense tensor, was None")
-
-
-def prepare_msa_icp_indexer(
-    *,
-    world_size: int,
-    rank: int,
-    num_index_heads: int,
-    page_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    max_decode_tokens: int,
-    max_decode_query_len: int,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    num_sparse_layers: int,
-    device: Any,
-    spin_limit: int = _SPIN_LIMIT,
-    wait_seconds: float | None = None,
-    accumulation: str = "tensor",
-    backend: str = "cake",
-) -> MSAIcpIndexerPlan:
-    """Prepare one rank's indexer from the serving limits.
-
-    Parameters
-    ----------
-    world_size, rank : int
-        Size of the tensor-parallel group, 2 or 4, and this process's place in it.
-    num_index_heads : int
-        Index heads of the model, 4.
-    page_size : int
-        Tokens of a K-cache page, 128 or 256.
-    init_blocks, local_blocks : int
-        Blocks at the start and at the end of a token's context that are always selected; at most 16 together.
-    max_decode_tokens : int
-        Decode query tokens of a step, at most; the capacity of a receive slot set.
-    max_decode_query_len : int
-        Query tokens per decode request, at most 8.
-    max_num_batched_tokens, max_num_seqs, max_model_len : int
-        The server's limits: prefill tokens of a step, segments, tokens of a sequence.
-    num_sparse_layers : int
-        Layers that run the indexer.
-    device : torch.device
-        Device of the rank.
-    spin_limit : int
-        Polls after which a wait for a peer gives up and ends the CUDA context.
-    wait_seconds : float, optional
-        Seconds after which it does, whatever the polls; 0.001 to a million. Longer than a peer may be late, as while it
-        captures graphs. The default ``spin_limit`` took 14 s on an H200.
-    accumulation : str
-        ``"tensor"`` or ``"exact"``: how :meth:`~MSAIcpIndexerPlan.prefill_local` sums products, as in
-        ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact but for the rounding of FP32 sums.
-    backend : str
-        ``"cake"`` for prebuilt kernels, ``"torch"`` for the reference.
-
-    Returns
-    -------
-    MSAIcpIndexerPlan
-
-    Raises
-    ------
-    ValueError
-        If a limit is out of range, or no kernels are installed for the device.
-    """
-    return MSAIcpIndexerPlan(
-        world_size=world_size,
-        rank=rank,
-        num_index_heads=num_index_heads,
-        page_size=page_size,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
-        max_decode_tokens=max_decode_tokens,
-        max_decode_query_len=max_decode_query_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        num_sparse_layers=num_sparse_layers,
-        device=device,
-        backend=backend,
-        spin_limit=spin_limit,
-        wait_seconds=wait_seconds,
-        accumulation=accumulation,
-    )

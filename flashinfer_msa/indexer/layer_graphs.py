@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,6 @@ from ..layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS
 from ..runtime import native
 from ..sizing import require_int
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, NotCopied
-
-if TYPE_CHECKING:
-    from . import MSAIcpIndexerPlan
 
 _MAX_SEEN_KEYS = 256
 """Step keys without graphs whose steps are counted; a bound on memory where buffers never come again."""
@@ -53,11 +50,13 @@ class MSAIcpLayerGraphs(NotCopied):
         made room for another and start over if they come again.
     """
 
-    def __init__(self, plan: MSAIcpIndexerPlan, *, capture_after: int = 1, max_keys: int = 4) -> None:
-        self._plan = plan
+    def __init__(
+        self, indexer: Any, device: torch.device, *, can_capture: bool, capture_after: int, max_keys: int
+    ) -> None:
+        self._indexer, self.device = indexer, device
         self._capture_after = require_int("capture_after", capture_after, 0)
         self._max_keys = require_int("max_keys", max_keys, 1)
-        self._captures = _can_capture(plan)
+        self._captures = can_capture
         # Both with the least recently used key first. A key is in one of them.
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._captured: OrderedDict[Hashable, _KeyGraphs] = OrderedDict()
@@ -71,7 +70,7 @@ class MSAIcpLayerGraphs(NotCopied):
 
     def __repr__(self) -> str:
         return (
-            f"MSAIcpLayerGraphs({self._plan!r}, capture_after={self._capture_after}, max_keys={self._max_keys}, "
+            f"MSAIcpLayerGraphs({self._indexer!r}, capture_after={self._capture_after}, max_keys={self._max_keys}, "
             f"{len(self._captured)} keys with graphs)"
         )
 
@@ -151,8 +150,8 @@ class MSAIcpLayerGraphs(NotCopied):
             return
         if not isinstance(step, kind):
             raise ValueError(f"{name} must be an {kind.__name__} or None, was {step!r}")
-        if step.plan is not self._plan:
-            raise ValueError(f"{name} must be a step of this indexer, {self._plan!r}, was one of {step.plan!r}")
+        if step.indexer is not self._indexer:
+            raise ValueError(f"{name} must be a step of this indexer, {self._indexer!r}, was one of {step.indexer!r}")
 
     def _is_due(self, key: Hashable) -> bool:
         """Count a step of ``key``; whether it replays graphs or captures them."""
@@ -201,7 +200,7 @@ class MSAIcpGraphStep(NotCopied):
         self._exchange = exchange
         self._captures = captures
         self._stats = owner.stats
-        self._device = owner._plan.device
+        self._device = owner.device
         self._shape = (tokens, NUM_HEADS, HEAD_DIM)
         self._staging: torch.Tensor | None = None
         self._recorded_form: tuple[Any, ...] | None = None
@@ -354,7 +353,7 @@ class MSAIcpGraphStep(NotCopied):
             self._decode.require_slot(slot)
         native.invoke(graph.replay, self._staging, index_q)
         if self._decode is not None:
-            self._decode.note_slot(slot)
+            self._decode.note_replay(slot)
 
 
 class _LayerGraph(NamedTuple):
@@ -385,11 +384,6 @@ class _KeyGraphs(NamedTuple):
 
 def _layer_key(layer: int, slot: int, index_k: torch.Tensor) -> tuple[Any, ...]:
     return layer, slot, index_k.data_ptr(), index_k.shape, index_k.stride(), index_k.dtype
-
-
-def _can_capture(plan: MSAIcpIndexerPlan) -> bool:
-    """Whether the indexer's launches can be in a CUDA graph; the torch backend synchronizes."""
-    return plan.device.type == "cuda" and plan.backend == "cake"
 
 
 def _new_pool() -> Any:

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..backends.base import Chain
+from ..backends.calls import Decode
 from ..backends.chains import DECODE_LAUNCHES, NUM_PUBLISH_LAUNCHES, PREFILL_LAUNCHES
 from ..backends.storage import CheckedStorage, ReceiveStorage
 from ..layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
+from ..limits import Limits
 from ..prefill.window import MSAIcpScorePlan, require_score_plan
 from ..runtime import native
 from ..sizing import require_int
-
-if TYPE_CHECKING:
-    from ..backends.base import Chain
-    from ..backends.calls import DecodeChain
-    from . import MSAIcpIndexerPlan
 
 Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]
 """A prefill step's tokens ``start`` to ``end``, their block table and plan."""
@@ -41,8 +39,8 @@ class MSAIcpDecodeStep(NotCopied):
 
     Attributes
     ----------
-    plan : MSAIcpIndexerPlan
-        The indexer.
+    indexer : MSAIcpIndexerPlan
+        The indexer that made it.
     tokens : int
         Query tokens.
     key : Hashable
@@ -51,34 +49,34 @@ class MSAIcpDecodeStep(NotCopied):
 
     def __init__(
         self,
-        plan: MSAIcpIndexerPlan,
-        call: DecodeChain,
+        indexer: Any,
+        storage: CheckedStorage,
         comm: Any,
-        checked: CheckedStorage,
-        keep: Callable[[DecodeChain], Chain],
+        call: Decode,
+        make_chain: Callable[[CheckedStorage, Decode], Chain],
         debug: bool,
     ) -> None:
-        """``keep`` keeps the launches of ``call`` with a slot set; ``checked`` is what is known of ``comm``."""
-        self.plan = plan
+        """``storage`` is ``comm``, checked; ``make_chain`` makes the chain of a call."""
+        self.indexer = indexer
         self._call, self._comm, self._debug = call, comm, _require_flag("debug", debug)
-        self._checked, self._recv, self._last = checked, comm.recv, checked.last
-        checked.require_form(None, call.tagged)
+        self._slots, self._recv = storage.slots, comm.recv
+        self._slots.require(None, call.tagged)
         for name in ("num_valid_pages", "output"):
             if not isinstance(getattr(call, name), torch.Tensor):
                 raise ValueError(f"{name} must be a dense tensor, was {getattr(call, name)!r}")
         self.tokens = call.num_valid_pages.numel()
         self._tagged = call.tagged
-        self._chains = [keep(call._replace(slot=slot)) for slot in range(NUM_SLOT_SETS)]
+        self._chains = [make_chain(storage, call._replace(slot=slot)) for slot in range(NUM_SLOT_SETS)]
         self._bound = [False] * NUM_SLOT_SETS
-        _record_all(self._chains, plan, self.tokens)
+        _record_all(self._chains, storage.limits, self.tokens)
         self._runs = [chain.runner(0, len(DECODE_LAUNCHES)) for chain in self._chains]
         self._publishes = [chain.runner(0, NUM_PUBLISH_LAUNCHES) for chain in self._chains]
         self._forms = self._forms_now()
         numbers = (call.tagged, call.enable_pdl, call.decode_query_len)
-        self.key: Hashable = ("decode", id(plan), numbers, tuple(self._forms.items()))
+        self.key: Hashable = ("decode", id(indexer), numbers, tuple(self._forms.items()))
 
     def _forms_now(self) -> dict[str, Any]:
-        tensors = {name: value for name, value in self._call._asdict().items() if name not in ("state", "slot")}
+        tensors = {name: value for name, value in self._call._asdict().items() if name != "slot"}
         tensors.update((f"comm.{name}", getattr(self._comm, name, None)) for name in ReceiveStorage._fields)
         return {name: _form(value) for name, value in tensors.items()}
 
@@ -121,24 +119,20 @@ class MSAIcpDecodeStep(NotCopied):
         _require_slot(slot)
         if self._comm.recv is not self._recv:  # here as well: a call less for every layer
             self._require_comm()
-        if self._tagged and slot == self._last[0][0]:
-            self._checked.require_form(slot, True)
+        if self._tagged:
+            self._slots.require(slot, True)
 
     @contextlib.contextmanager
     def captured(self, slot: int) -> Iterator[None]:
         """Capture a layer with this slot set inside. A capture uses none: each replay does, and then says so."""
         self.require_slot(slot)
-        last = self._last[0]
-        self._checked.note(None)
-        try:
+        with self._slots.capturing():
             yield
-        finally:
-            self._last[0] = last
 
-    def note_slot(self, slot: int) -> None:
-        """Say that a layer with this slot set has been launched by a replay, which is never part of a capture."""
+    def note_replay(self, slot: int) -> None:
+        """Note that a replay has launched a layer with this slot set."""
         if self._tagged:
-            self._last[0] = (slot, False)
+            self._slots.note_replay(slot)
 
     def _require_comm(self) -> None:
         """Refuse receive storage that has been closed or exchanged since: kernels would store into what is gone."""
@@ -155,7 +149,7 @@ class MSAIcpDecodeStep(NotCopied):
             self._prepare(index_q, index_k, slot)
         native.invoke(runners[slot], index_q, index_k)
         if self._tagged and self.tokens:  # else no row was published
-            self._checked.note(slot)
+            self._slots.note(slot)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         """Record what is launched for the first time, and compare where that is asked for."""
@@ -176,8 +170,8 @@ class MSAIcpPrefillStep(NotCopied):
 
     Attributes
     ----------
-    plan : MSAIcpIndexerPlan
-        The indexer.
+    indexer : MSAIcpIndexerPlan
+        The indexer that made it.
     tokens : int
         Query tokens of the step.
     key : Hashable
@@ -186,29 +180,30 @@ class MSAIcpPrefillStep(NotCopied):
 
     def __init__(
         self,
-        plan: MSAIcpIndexerPlan,
+        indexer: Any,
+        limits: Limits,
         windows: Iterable[Window],
         tensors: Mapping[str, torch.Tensor | None],
-        keep_local: Callable[[Window], Chain],
-        keep_merge: Callable[[], Chain],
+        local_chain: Callable[[Window], Chain],
+        merge_chain: Callable[[], Chain],
         debug: bool,
     ) -> None:
-        """``tensors`` are the step's, by name; ``keep_local`` and ``keep_merge`` keep the launches of its parts."""
-        self.plan, self._debug = plan, _require_flag("debug", debug)
+        """``tensors`` are the step's, by name; ``local_chain`` and ``merge_chain`` make the chains of its parts."""
+        self.indexer, self._debug = indexer, _require_flag("debug", debug)
         self.tokens, num_valid_pages = _require_send(tensors["send"]), tensors["num_valid_pages"]
         if not isinstance(num_valid_pages, torch.Tensor) or tuple(num_valid_pages.shape) != (self.tokens,):
             was = tuple(num_valid_pages.shape) if isinstance(num_valid_pages, torch.Tensor) else repr(num_valid_pages)
             raise ValueError(f"num_valid_pages must have shape [tokens of send] = [{self.tokens}], was {was}")
         self._windows = _require_windows(windows, self.tokens)
         self._tensors = tensors
-        self._locals = [keep_local(window) for window in self._windows]
-        self._merge = keep_merge()
-        _record_all(self._locals, plan, self.tokens)
+        self._locals = [local_chain(window) for window in self._windows]
+        self._merge = merge_chain()
+        _record_all(self._locals, limits, self.tokens)
         self._merge.record(None, None)
         self._runs = [chain.runner(0, len(PREFILL_LAUNCHES)) for chain in self._locals]
         self._bound = False
         self._forms = self._forms_now()
-        self.key: Hashable = ("prefill", id(plan), tuple(self._forms.items()))
+        self.key: Hashable = ("prefill", id(indexer), tuple(self._forms.items()))
 
     def _forms_now(self) -> dict[str, Any]:
         forms = {name: _form(value) for name, value in self._tensors.items()}
@@ -279,10 +274,10 @@ def _require_slot(slot: Any) -> None:
         require_int("slot", slot, 0, NUM_SLOT_SETS - 1)
 
 
-def _record_all(chains: Iterable[Chain], plan: MSAIcpIndexerPlan, tokens: int) -> None:
+def _record_all(chains: Iterable[Chain], limits: Limits, tokens: int) -> None:
     """Record chains with a query and keys that pass their checks: those of everything else come to light."""
-    e4m3 = {"dtype": torch.float8_e4m3fn, "device": plan.device}
-    query, keys = torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, plan.layout.rows, HEAD_DIM, **e4m3)
+    e4m3 = {"dtype": torch.float8_e4m3fn, "device": limits.device}
+    query, keys = torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, limits.layout.rows, HEAD_DIM, **e4m3)
     for chain in chains:
         chain.record(query, keys)
 

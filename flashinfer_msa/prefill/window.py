@@ -64,6 +64,10 @@ class MSAIcpScorePlan:
             self.workspace,
         )
 
+    def numbers(self) -> tuple[int, ...]:
+        """The plan's limits, in the order of the fields."""
+        return (self.total_q, self.num_qo_heads, self.batch, self.max_query_len, self.columns)
+
 
 def require_score_plan(name: str, value: Any) -> None:
     """Refuse what is no plan, or one whose ``batch`` is not its number of segments."""

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer_msa import msa_ops
+from flashinfer_msa.backends.storage import CheckedStorage
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
@@ -310,10 +311,10 @@ def test_a_copy_is_an_indexer_of_the_same_limits(copied: Callable[[Any], Any]) -
     plans, plan = ranks.plans, ranks.plans[2]
     plan.check_comm(ranks.comms[2])
     other = copied(plan)
-    names = inspect.signature(MSAIcpIndexerPlan).parameters
+    names = set(inspect.signature(msa_ops.prepare_msa_icp_indexer).parameters)
     assert len(names) == 17 and all(getattr(other, name) == getattr(plan, name) for name in names)
     assert repr(other) == repr(plan) and other._work_range.data_ptr() != plan._work_range.data_ptr()
-    assert other._known.indexer != plan._known.indexer and other._checked_comm is not plan._checked_comm
+    assert other._storages.handle != plan._storages.handle and other._storages._latest is None
     other.check_comm(local_comm([*plans[:2], other, plans[3]])[2])
 
 
@@ -429,13 +430,13 @@ def test_local_comm_follows_the_layout(layout: Layout) -> None:
 def counted(plan: MSAIcpIndexerPlan, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The comms that ``plan`` checks from here on."""
     seen: list[Any] = []
-    check = plan._check_comm
+    check = plan._storages.check
 
-    def counting(comm: Any) -> torch.Tensor:
+    def counting(comm: Any) -> CheckedStorage:
         seen.append(comm)
         return check(comm)
 
-    monkeypatch.setattr(plan, "_check_comm", counting)
+    monkeypatch.setattr(plan._storages, "check", counting)
     return seen
 
 

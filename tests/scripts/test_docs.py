@@ -134,7 +134,7 @@ def test_code_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "slots.md":
         counts = (torch.cat(names["output"], 1) >= 0).sum(-1)
         assert torch.equal(counts.cpu(), torch.tensor([[8] * 4, [16] * 4, [16] * 4]))
-        assert "slot must be another one than that of the layer before" in capsys.readouterr().out
+        assert "slot must differ from that of the layer before" in capsys.readouterr().out
 
 
 def run_group_block(rank: int) -> tuple[list[int], torch.Tensor, bool]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from ..sizing import ceil_div, max_items, require_device
 from . import reference
 from .base import Chain
 from .calls import (
-    DecodeChain,
+    Decode,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -23,22 +23,12 @@ from .calls import (
     PrefillPlan,
     PrefillScore,
     PrefillScoreSelect,
-    PublishHalf,
     ScorePublish,
     SelectPrefill,
     SelectPublish,
 )
 from .chains import DECODE_LAUNCHES, CheckedCalls
-
-if TYPE_CHECKING:
-    from ..indexer import MSAIcpIndexerPlan
-
-
-class ChainTensors(NamedTuple):
-    """What both halves of the facade's chain share, and what the second adds."""
-
-    num_valid_pages: torch.Tensor
-    output: torch.Tensor | None
+from .storage import CheckedStorage, StorageTable
 
 
 def _require_torch(call: NamedTuple) -> None:
@@ -70,6 +60,11 @@ class TorchBackend:
     """The reference, on the CPU or a CUDA device."""
 
     name = "torch"
+    default_device = "cpu"
+
+    def can_capture(self, device: torch.device) -> bool:
+        """The reference synchronizes."""
+        return False
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in; its type stands for the architecture."""
@@ -81,6 +76,10 @@ class TorchBackend:
         except (AssertionError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
             raise ValueError(f"device must be usable, was {wanted}: {error}") from error
         return resolved, resolved.type
+
+    def kernels_identity(self, device: torch.device) -> str:
+        """The device's type: the reference is the same everywhere."""
+        return device.type
 
     def warmup(self, device: torch.device) -> None:
         """Nothing needs to be resident."""
@@ -147,67 +146,79 @@ class TorchBackend:
             limit=reference.WaitLimit(call.spin_limit),
         )
 
+    def decode(self, storages: StorageTable, comm: Any, call: Decode) -> None:
+        """The chain in torch. In one process, a chain whose merge could not end publishes nothing."""
+        storages.run(comm, call, self._decode)
+
     @torch.inference_mode()
-    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
-        """The chain in torch. In one process, one whose merge could not end publishes nothing."""
-        native.call("decode", False, *arguments)
-        _, publishes, merges, slot, tagged, _, num_valid_pages, *halves = arguments
-        output = halves.pop() if merges else None
-        half = PublishHalf(*halves) if publishes else None
-        for tensors in (ChainTensors(num_valid_pages, output), half):
-            if tensors is not None:
-                _require_torch(tensors)
-        tokens = num_valid_pages.numel()
+    def _decode(self, storage: CheckedStorage, call: Decode) -> None:
+        native.call("decode", False, *call.arguments(storage.state))
+        _require_torch(call)
+        limits, fields = storage.limits, storage.fields
+        tokens = call.num_valid_pages.numel()
         if tokens == 0:
             return
-        recv = (comm.tagged_recv if tagged else comm.recv)[slot]
-        expected = comm.expected_generations[slot] if tagged else None
-        here = {
-            "rank": plan.rank,
-            "slot": slot,
-            "limit": reference.WaitLimit(plan.spin_limit, plan.wait_seconds),
+        recv = (fields.tagged_recv if call.tagged else fields.recv)[call.slot]
+        expected = fields.expected_generations[call.slot] if call.tagged else None
+        common: dict[str, Any] = {
+            "rank": limits.rank,
+            "slot": call.slot,
+            "limit": reference.WaitLimit(limits.spin_limit, limits.wait_seconds),
         }
-        if half is not None:
-            if output is not None and shared.find(recv.data_ptr()) is None:
+        if call.publishes:
+            if call.merges and shared.find(recv.data_ptr()) is None:
                 rows, counters = recv[:, :, :tokens], None if expected is None else expected[:, :tokens]
-                reference.require_rows(rows, counters, comm.errors, but_of=plan.rank, **here)
-            fused = half.pool is not None or half.scores is None
-            scores = _score_plane(half.index_q, half.block_table) if fused else half.scores[:tokens]
-            reference.decode_index_score(
-                **_fields(half, "scores", "pool"), score_out=scores, layout=plan.layout, rank=plan.rank
-            )
-            reference.topk_select_publish(
-                scores,
-                num_valid_pages,
-                comm.tagged_recv_bases if tagged else comm.recv_bases,
-                comm.errors,
-                world_size=plan.world_size,
-                heads_per_rank=plan.heads_per_rank,
-                capacity=plan.max_decode_tokens,
-                force_begin_blocks=plan.init_blocks,
-                force_end_blocks=plan.local_blocks,
-                generations=comm.publish_generations if tagged else None,
-                index_scale=plan.index_scale,
-                index_offset=plan.index_offset,
-                **here,
-            )
-        if output is not None:
+                reference.require_rows(rows, counters, fields.errors, but_of=limits.rank, **common)
+            self._publish(storage, call, **common)
+        if call.merges:
             reference.merge_candidates(
                 recv,
-                num_valid_pages,
-                output,
-                comm.errors,
-                init_blocks=plan.init_blocks,
-                local_blocks=plan.local_blocks,
+                call.num_valid_pages,
+                call.output,
+                fields.errors,
+                init_blocks=limits.init_blocks,
+                local_blocks=limits.local_blocks,
                 expected_generations=expected,
                 prefill=False,
-                **here,
+                **common,
             )
+
+    def _publish(self, storage: CheckedStorage, call: Decode, **common: Any) -> None:
+        limits, fields = storage.limits, storage.fields
+        if call.pool is not None or call.scores is None:
+            scores = _score_plane(call.index_q, call.block_table)
+        else:
+            scores = call.scores[: call.num_valid_pages.numel()]
+        reference.decode_index_score(
+            call.index_q,
+            call.index_k,
+            call.block_table,
+            call.seq_lens,
+            scores,
+            layout=limits.layout,
+            rank=limits.rank,
+            decode_query_len=call.decode_query_len,
+        )
+        reference.topk_select_publish(
+            scores,
+            call.num_valid_pages,
+            fields.tagged_recv_bases if call.tagged else fields.recv_bases,
+            fields.errors,
+            world_size=limits.world_size,
+            heads_per_rank=limits.heads_per_rank,
+            capacity=limits.max_decode_tokens,
+            force_begin_blocks=limits.init_blocks,
+            force_end_blocks=limits.local_blocks,
+            generations=fields.publish_generations if call.tagged else None,
+            index_scale=limits.index_scale,
+            index_offset=limits.index_offset,
+            **common,
+        )
 
     @torch.inference_mode()
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Plan in torch."""
-        native.call("prefill_plan", False, *call)
+        native.call("prefill_plan", False, *call.arguments())
         _require_torch(call)
         batch = len(call.qo_segment_lens)
         if batch > 0:
@@ -251,7 +262,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def prefill_local(self, call: PrefillLocal) -> None:
-        """The facade's scorer and selection in torch."""
+        """The indexer's scorer and selection in torch."""
         native.call("prefill_local", False, *call.arguments())
         _require_torch(call)
         plan, layout = call.window_plan, _layout_of(call.index_k, call.world_size)
@@ -295,7 +306,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def prefill_merge(self, call: PrefillMerge) -> None:
-        """The facade's merge in torch."""
+        """The indexer's merge in torch."""
         native.call("prefill_merge", False, *call)
         _require_torch(call)
         if call.num_valid_pages.numel() > 0:
@@ -310,19 +321,20 @@ class TorchBackend:
                 prefill=True,
             )
 
-    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
-        """The facade's decode chain, in full at every run."""
+    def decode_chain(self, storage: CheckedStorage, call: Decode) -> Chain:
+        """The indexer's decode chain, in full at every run."""
 
         def run(query: Any, keys: Any, first: int, end: int) -> None:
+            bound = call._replace(index_q=query, index_k=keys)
             if end == 0:
-                native.call("decode", False, *call.arguments(query, keys))
+                native.call("decode", False, *bound.arguments(storage.state))
             else:
-                self.decode(plan, comm, call.arguments(query, keys, first == 0, end == len(DECODE_LAUNCHES)))
+                self._decode(storage, bound._replace(publishes=first == 0, merges=end == len(DECODE_LAUNCHES)))
 
         return CheckedCalls(run, call.num_valid_pages.numel())
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
-        """The facade's scorer and selection, in full at every run."""
+        """The indexer's scorer and selection, in full at every run."""
 
         def run(query: Any, keys: Any, first: int, end: int) -> None:
             bound = call.of_step(query, keys, first_token)
@@ -334,7 +346,7 @@ class TorchBackend:
         return CheckedCalls(run, tokens)
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
-        """The facade's merge of an exchanged carrier, in full at every run."""
+        """The indexer's merge of an exchanged carrier, in full at every run."""
 
         def run(query: Any, keys: Any, first: int, end: int) -> None:
             if end == 0:
