@@ -101,16 +101,13 @@ def test_the_tree_is_the_one_on_disk() -> None:
     top: dict[str, set[str]] = {}
     for line in tree[1].splitlines():
         if folder := re.match(r"([\w.]+)/ ", line):
-            here = top.setdefault(folder[1], set())
+            entries = top.setdefault(folder[1], set())
             assert (ROOT / folder[1]).is_dir(), folder[1]
-        elif entry := re.match(r"  ([\w.]+)", line):
-            here.add(entry[1])
-    package = {path.name for path in (ROOT / "flashinfer_msa").iterdir() if not path.name.startswith("__")}
-    assert top["flashinfer_msa"] == package - {"aot", "templates", "data", "py.typed"}
-    scripts = {path.name for path in (ROOT / "scripts").iterdir() if not path.name.startswith("__")}
-    assert top["scripts"] == scripts
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
-    assert folders <= set(top)
+        elif entry := re.match(r"  (\w+)", line):
+            entries.add(entry[1])
+    for name, others in (("flashinfer_msa", {"aot", "templates", "data", "py"}), ("scripts", set())):
+        paths = [path for path in (ROOT / name).iterdir() if not path.name.startswith("__")]
+        assert top[name] == {path.name.split(".")[0] for path in paths} - others
 
 
 @needs_source_tree
