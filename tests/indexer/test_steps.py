@@ -188,7 +188,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
             again()
     ranks.layer(query, 1)
     ranks.require_right(query)
-    step.note_slot(0)  # a replay of a captured layer counts
+    step.note_replay(0)  # a replay of a captured layer counts
     with pytest.raises(ValueError, match="was 0 twice"):
         step.run(query, keys, slot=0)
 
