@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
+from ..prefill.planner import plan_work
 from ..prefill.window import MSAIcpScorePlan
 from ..runtime import native, shared
 from ..sizing import ceil_div, max_items, require_device
@@ -222,7 +223,7 @@ class TorchBackend:
         _require_torch(call)
         batch = len(call.qo_segment_lens)
         if batch > 0:
-            reference.prefill_plan(
+            plan_work(
                 call.qo_segment_lens,
                 call.kv_segment_lens,
                 call.qo_offset,

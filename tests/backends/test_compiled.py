@@ -24,7 +24,7 @@ from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.prefill.window import MSAIcpScorePlan
-from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, exchange, group_plans
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, exchange, group_indexers
 
 LAYOUT = LAYOUTS["p256_tp2"]
 QUERY_LEN = 2
@@ -54,7 +54,7 @@ class Group:
 
     @classmethod
     def make(cls, layout: Layout = LAYOUT) -> Group:
-        plans = group_plans(
+        plans = group_indexers(
             layout,
             ["cpu"],
             **BLOCKS,

@@ -60,7 +60,7 @@ class OnTheCpu(TorchFunctionMode):
 
 def run_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> OnTheCpu:
     """Let the measuring code run on the CPU, in the context that is returned."""
-    generator, group_plans = torch.Generator, decode.group_plans
+    generator, group_indexers = torch.Generator, decode.group_indexers
     on_torch = SimpleNamespace(
         **{name: partial(getattr(msa_ops, name), backend="torch") for name in msa_ops.__all__ if "msa_icp_" in name}
     )
@@ -68,7 +68,7 @@ def run_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> OnTheCpu:
     for module in (decode, prefill):
         monkeypatch.setattr(module, "msa_ops", on_torch)
         monkeypatch.setattr(
-            module, "group_plans", lambda layout, _, **limits: group_plans(layout, ["cpu"], backend="torch", **limits)
+            module, "group_indexers", lambda layout, _, **limits: group_indexers(layout, ["cpu"], backend="torch", **limits)
         )
     monkeypatch.setattr(timing, "COLD_BYTES", 1 << 16)
     monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))

@@ -24,7 +24,7 @@ from rich.console import Console
 import flashinfer_msa
 from flashinfer_msa import manifest
 from flashinfer_msa.cli import doctor
-from flashinfer_msa.cli.doctor import Finding, Report
+from flashinfer_msa.cli.findings import Finding, Report, print_report
 from flashinfer_msa.cli.main import main
 from flashinfer_msa.manifest import DATA, Manifest, load_manifest
 from flashinfer_msa.runtime import loader
@@ -649,7 +649,7 @@ def test_the_last_line_counts_warnings() -> None:
     for count, words in ((0, "0 warnings"), (1, "1 warning"), (2, "2 warnings")):
         console = Console(width=80)
         with console.capture() as printed:
-            doctor.print_report(Report(REPORT.findings[:1] + REPORT.findings[1:2] * count), console)
+            print_report(Report(REPORT.findings[:1] + REPORT.findings[1:2] * count), console)
         assert printed.get().endswith(f"ok: {count + 1} findings, {words}\n")
 
 

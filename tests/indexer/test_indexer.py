@@ -24,7 +24,7 @@ from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.prefill import tuning as prefill_tuning
 from flashinfer_msa.prefill.tuning import PrefillTuning
-from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, group_plans
+from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, group_indexers
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
@@ -555,7 +555,7 @@ def test_the_fused_chain_publishes_the_same_rows(layout: Layout, tagged: bool) -
     valid = problem.num_valid_pages.clone()
     valid[5] = 0
     tokens = len(problem.index_q)
-    plans = group_plans(
+    plans = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,
@@ -604,7 +604,7 @@ def test_an_output_of_none_is_refused(half: str) -> None:
     """It would be a chain without a merge."""
     layout = LAYOUTS["p128_tp2"]
     problem = DecodeProblem.random(layout, seq_lens=[10], decode_query_len=1)
-    plans = group_plans(
+    plans = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,

@@ -31,7 +31,7 @@ from flashinfer_msa.testing.problems import (
     PrefillProblem,
     brute_force_top16,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
     share_cache,
 )
@@ -117,7 +117,7 @@ class Serving:
 
     def __init__(self, layout: Layout = LAYOUTS["p128_tp2"], *, tagged: bool = True, length: int = SHORT) -> None:
         self.layout, self.tagged, self.length = layout, tagged, length
-        self.plans = group_plans(layout, ["cpu"], **LIMITS)
+        self.plans = group_indexers(layout, ["cpu"], **LIMITS)
         self.plan = self.plans[0]
         self.comms = local_comm(self.plans)
         self.draw = random.Random(0)

@@ -24,7 +24,7 @@ from flashinfer_msa.testing.problems import (
     brute_force_top16,
     compare,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
 )
 
@@ -50,7 +50,7 @@ class DecodeRanks:
     """All ranks' decode steps over one problem."""
 
     def __init__(self, layout: Layout, **changes: Any) -> None:
-        self.plans = group_plans(layout, ["cpu"] * layout.world_size, **LIMITS)
+        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **LIMITS)
         self.comms = local_comm(self.plans)
         self.problem = DecodeProblem.random(layout, seq_lens=[700, 2900, 0], decode_query_len=2, device="cpu", seed=3)
         self.shards = [self.problem.shard(rank) for rank in range(layout.world_size)]
@@ -188,7 +188,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
             again()
     ranks.layer(query, 1)
     ranks.require_right(query)
-    step.note_slot(0)  # a replay of a captured layer counts
+    step.note_replay(0)  # a replay of a captured layer counts
     with pytest.raises(ValueError, match="was 0 twice"):
         step.run(query, keys, slot=0)
 
@@ -292,7 +292,7 @@ def test_debug_tells_what_has_changed() -> None:
 
 
 def test_a_step_refuses_receive_storage_that_is_gone() -> None:
-    plans = group_plans(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
+    plans = group_indexers(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
     comm = SimpleNamespace(**vars(local_comm(plans)[0]))
     valid = torch.zeros(2, dtype=torch.int32)
     step = plans[0].prepare_decode_step(
@@ -347,7 +347,7 @@ class PrefillRanks:
     def __init__(self, layout: Layout, *, debug: bool = False, pooled: bool = False) -> None:
         # So long a model that a step's windows are of 128 tokens.
         limits = {**LIMITS, "max_model_len": 14_000_000}
-        self.plans = group_plans(layout, ["cpu"] * layout.world_size, **limits)
+        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **limits)
         self.problem = PrefillProblem.random(
             layout, query_lens=[40, 0, 3, 64], kv_lens=[700, 9, 1900, 64], padding=5, device="cpu", seed=1
         )
