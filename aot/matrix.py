@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build matrix as data: which cubins exist, from which template, with which kernels."""
+"""The build matrix as data: all cubins, each with its template and its kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, PrefillScoreForm, Selec
 class Architecture:
     """One GPU architecture that cubins are compiled for.
 
-    ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` and ``dependent_launch`` say whether it has
-    ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90); ``wgmma`` whether
-    it has warpgroup products (sm_90a alone); ``fp8_products`` whether its tensor cores multiply e4m3 as it is, by
-    ``wgmma`` or else by ``mma.sync``, of which a compiler makes conversions and products of FP16 elsewhere. It has a
-    set of cubins from a compiler of each major version in ``cuda``, since drivers of CUDA 12 load none that a compiler
-    of CUDA 13 has made.
+    ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` is true if it has ``cp.async.bulk`` with
+    transaction barriers, and ``dependent_launch`` if it has programmatic dependent launch; both exist since sm_90.
+    ``wgmma`` is true if it has warpgroup products, which only sm_90a has. ``fp8_products`` is true if its tensor cores
+    multiply e4m3 directly, by ``wgmma`` or by ``mma.sync``; on the others, compilers convert to FP16 and multiply that.
+
+    ``cuda`` holds major versions of CUDA. The architecture has one set of cubins per version, made by a compiler of
+    that version, because CUDA 12 drivers load no cubins of CUDA 13 compilers.
     """
 
     name: str
@@ -45,7 +46,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("sm_100a", (10, 0), (12, 8), 227 * 1024),
         Architecture("sm_103a", (10, 3), (12, 9), 227 * 1024),
-        # Its shared memory is assumed to be sm_100a's.
+        # Its shared memory is assumed to be as large as sm_100a's.
         Architecture("sm_107a", (10, 7), (13, 4), 227 * 1024, cuda=(13,)),
         Architecture("sm_110a", (11, 0), (13, 0), 227 * 1024, cuda=(13,)),
         Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024, fp8_products=True),
@@ -56,7 +57,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry point of a cubin: the role the launcher looks it up by, and its launch shape."""
+    """One entry point of a cubin: its launch shape, and the role by which the launcher finds it."""
 
     role: str
     symbol: str
@@ -66,9 +67,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Unit:
-    """One cubin: a template rendered for an architecture, and for a layout where it is specialised by one.
+    """One cubin: a template that is rendered for an architecture, and for a layout unless ``layout`` is None.
 
-    ``job`` tells the cubins of one layout apart; it is empty where there is but one.
+    ``job`` tells the cubins of one layout apart.
     """
 
     architecture: Architecture
@@ -80,16 +81,16 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """File stem of the cubin within its architecture's folder."""
+        """File name of the cubin in its folder, without the suffix."""
         return f"{self.job}_{self.layout.name}" if self.layout else self.job
 
 
 CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
-"""The integers of ``layout``, by name: what the constants header is rendered from."""
+"""The integers of ``layout``, by name. The constants header is rendered from them."""
 
 
 GROUP_COLUMNS = 32
-"""Score columns that a scorer writes together: the 128 bytes of a cache line."""
+"""Score columns that a scorer writes together: 128 bytes, a cache line."""
 KEY_TILE_ROWS = 128
 """Local key rows that the prefill scorer multiplies together."""
 PLAN_THREADS = 1024
@@ -145,18 +146,19 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     staging_bytes = item_rows // 8 * (8 * (GROUP_COLUMNS + 4) + 16) * 4
 
     def shared_bytes(form: PrefillScoreForm, *, lists: bool, exact: bool) -> int:
-        # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers. A warp of 16 rows has one more.
+        # Each row has the 16 best scores, candidates of 6 bytes, and five numbers. With wgmma, each 16 rows have an
+        # extra row.
         rows = item_rows // 16 * 17 if arch.wgmma else item_rows
         list_bytes = rows * (layouts.TOP_K * 4 + form.room * 6 + 5 * 4)
         if not arch.wgmma:
             return form.stages * tile_bytes + (group_bytes + list_bytes if lists else staging_bytes)
-        # An item's queries, two descriptions of 36 bytes, and barriers: two a buffer, and one more.
+        # The queries of an item, two descriptions of 36 bytes, and the barriers: two per buffer, and one more.
         ring = item_rows * row_bytes + form.stages * tile_bytes + 72 + (1 + (1 + form.stages + 2) * 2) * 8
         half = 2 * 2 * tile_bytes if exact else 0
         out = group_bytes + list_bytes if lists else staging_bytes
         return -(-(ring + half + out) // 16) * 16
 
-    # A column a page; and, where a page has more than one block, a column a block; and lists.
+    # Scores with one column per page, scores with one column per block if a page has several blocks, and lists.
     outputs = {"score": "Pages", **({"score_global": "Blocks"} if layout.index_scale > 1 else {}), "lists": "Lists"}
     tuning = PREFILL_SCORE[arch.name]
     kernels, forms = [], []
@@ -165,7 +167,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
             lists = job == "lists"
             form = tuning.form(lists=lists, exact=exact)
             role = f"prefill_{job}{'_exact' if exact else ''}"
-            # Where products are of FP16 anyway, one kernel has both roles.
+            # If products are FP16 anyway, one kernel has both roles.
             symbol = f"msa_icp_{role if arch.fp8_products else 'prefill_' + job}_{layout.name}"
             size = shared_bytes(form, lists=lists, exact=exact)
             kernels.append(Kernel(role, symbol, form.threads, size))
@@ -192,7 +194,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
 
 
 def _merge_threads(tuning: SelectTuning, world_size: int) -> dict[str, int]:
-    """Return the threads of a merge CTA by where its rows come from; one warp of the decode forms only waits."""
+    """Return the threads of a merge CTA, by the source of its rows. In decode, one more warp only waits."""
     candidates = world_size * layouts.TOP_K
     decode = candidates * tuning.merge_share + 32
     return {"legacy": decode, "tagged": decode, "exchanged": candidates}
@@ -237,7 +239,7 @@ def _common_unit(arch: Architecture) -> Unit:
 
 
 def units(architectures: Iterable[str] | None = None) -> list[Unit]:
-    """Every cubin of the named architectures (all by default), in a fixed order."""
+    """Return all cubins of the named architectures (default: all of them), in a fixed order."""
     names = list(ARCHITECTURES) if architectures is None else list(architectures)
     unknown = [name for name in names if name not in ARCHITECTURES]
     if unknown:

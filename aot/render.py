@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns units of the build matrix into CUDA source, and sources into the digests that identify a build."""
+"""Renders units of the build matrix to CUDA source, and computes the digests that identify a build."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .matrix import CONSTANTS, Unit, units
 from .toolkit import compile_flags
 
 PACKAGE = Path(layout.__file__).resolve().parent
-"""The installed or checked-out ``flashinfer_msa`` folder."""
+"""The folder ``flashinfer_msa``, installed or in a checkout."""
 TEMPLATES = PACKAGE / "templates"
 NATIVE = PACKAGE / "native"
 
@@ -32,17 +32,17 @@ def _environment(templates: Path) -> Environment:
 
 
 def render(unit: Unit, templates: Path = TEMPLATES) -> str:
-    """Return the CUDA source of ``unit``: one self-contained translation unit."""
+    """Return the CUDA source of ``unit``, which includes no other file."""
     return _environment(templates).get_template(unit.template).render(unit.context)
 
 
 def render_constants(templates: Path = TEMPLATES) -> str:
-    """Return the header of constants that the launcher includes: the same text that every unit starts with."""
+    """Return the header of constants for the launcher. Every unit starts with the same text."""
     return _environment(templates).get_template("constants.h.j2").render(CONSTANTS)
 
 
 def source_digest(unit: Unit, templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 of everything but the toolkit that decides the bytes of a unit's cubin."""
+    """Return the SHA-256 of everything that decides the bytes of a unit's cubin, except the toolkit."""
     digest = hashlib.sha256("\0".join(compile_flags(unit.architecture)).encode())
     digest.update(b"\0" + render(unit, templates).encode())
     return digest.hexdigest()
@@ -54,7 +54,7 @@ def launcher_sources(templates: Path = TEMPLATES) -> list[Path]:
 
 
 def launcher_digest(templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 of the native launcher's sources, names included."""
+    """Return the SHA-256 of the native launcher's sources and their names."""
     digest = hashlib.sha256(render_constants(templates).encode())
     for path in launcher_sources(templates):
         digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
@@ -62,9 +62,9 @@ def launcher_digest(templates: Path = TEMPLATES) -> str:
 
 
 def tree_digest(architecture: str, templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 over every source that runs on one architecture: its kernels and the launcher.
+    """Return the SHA-256 of all sources that run on one architecture: its kernels and the launcher.
 
-    Evidence from a GPU is filed under this digest, so that it expires when code that ran there changes, and only then.
+    Results from a GPU are recorded under this digest. They expire exactly when code that ran there changes.
     """
     digest = hashlib.sha256(launcher_digest(templates).encode())
     for unit in units([architecture]):

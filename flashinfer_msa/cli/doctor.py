@@ -119,19 +119,23 @@ def _requirements() -> Iterator[Finding]:
     try:
         required = [Requirement(line) for line in metadata.requires("flashinfer-msa") or ()]
     except metadata.PackageNotFoundError:
-        required = [Requirement(name) for name in ("torch", "apache-tvm-ffi", "flashinfer-python")]
+        lines = ("torch", "apache-tvm-ffi", "flashinfer-python; extra == 'flashinfer'")
+        required = [Requirement(line) for line in lines]
     for requirement in required:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        is_required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not is_required and not requirement.marker.evaluate({"extra": "flashinfer"}):
             continue
         found, install = _version_of(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
-        if found is None and requirement.name == "flashinfer-python":
-            words = "not installed: kernels cannot be compiled just in time, nor functions registered in FlashInfer"
-            yield Finding("warning", "package", requirement.name, words, install)
-        elif found is None:
+        if found is None and is_required:
             yield Finding("failure", "package", requirement.name, "not installed", install)
+        elif found is None:
+            words = "not installed: prebuilt kernels run without it, but none can be compiled just in time"
+            if requirement.name == "flashinfer-python":
+                words += ", and no functions registered in FlashInfer"
+            yield Finding("ok", "package", requirement.name, words, "pip install 'flashinfer-msa[flashinfer]'")
         elif not requirement.specifier.contains(found, prereleases=True):
             words = f"{found}, but must be {requirement.specifier}"
-            yield Finding("failure", "package", requirement.name, words, install)
+            yield Finding("failure" if is_required else "warning", "package", requirement.name, words, install)
         else:
             yield Finding("ok", "package", requirement.name, found)
     for name in ("vllm", "sglang"):

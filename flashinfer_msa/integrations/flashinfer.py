@@ -34,6 +34,7 @@ _OFF = ("0", "off")
 _MODULE = "flashinfer.msa_ops"
 _FEATURE = "MiniMax-M3 ICP indexer functions of flashinfer-msa"
 _ELSEWHERE = "flashinfer_msa.msa_ops has the same functions, and works as ever"
+_INSTALL = "pip install 'flashinfer-msa[flashinfer]'"
 _log = logging.getLogger("flashinfer_msa")
 
 Function = Callable[..., Any]
@@ -167,7 +168,7 @@ def register_in_vllm() -> None:
         elif "flashinfer" in sys.modules:
             _register_and_log(prefer)
         elif importlib.util.find_spec("flashinfer") is None:
-            _log.warning("FlashInfer is not installed, so nothing is registered in it; %s", _ELSEWHERE)
+            _log.warning("FlashInfer is not installed, so nothing is registered in it: %s; %s", _INSTALL, _ELSEWHERE)
         else:
             _after_import.action = functools.partial(_register_and_log, prefer)
             if _after_import not in sys.meta_path:
@@ -260,8 +261,7 @@ def _register(prefer: str) -> tuple[Registration | None, list[str]]:
         if error.name != "flashinfer":
             raise
         raise ImportError(
-            f"FlashInfer is not installed, so nothing can be registered in it: pip install flashinfer-python; "
-            f"{_ELSEWHERE}"
+            f"FlashInfer is not installed, so nothing can be registered in it: {_INSTALL}; {_ELSEWHERE}"
         ) from error
     version = str(getattr(flashinfer, "__version__", "of an unknown version"))
     complaints = []

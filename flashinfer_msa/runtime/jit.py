@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise RuntimeError(
         f"no cubins are prebuilt for this GPU and driver, and compiling them needs {error.name}, which is not "
-        f"installed: pip install {error.name}"
+        "installed: pip install 'flashinfer-msa[flashinfer]'"
     ) from error
 
 try:
@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise RuntimeError(
         "no cubins are prebuilt for this GPU and driver, and compiling them needs FlashInfer, which cannot be imported "
-        f"({error}): pip install -U flashinfer-python, or build them with `flashinfer-msa build`"
+        f"({error}): pip install -U 'flashinfer-msa[flashinfer]', or build them with `flashinfer-msa build`"
     ) from error
 except OSError as error:
     if error.filename is None:  # a library that is not there, rather than a folder

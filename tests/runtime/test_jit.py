@@ -223,7 +223,7 @@ def test_no_compiler_whose_cubins_the_driver_loads(machine: Machine) -> None:
 def test_without_flashinfer_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "flashinfer.py").write_text("raise ImportError('stands before one that is installed')")
     refused = Machine(tmp_path, tmp_path).run()
-    assert refused["error"] == "RuntimeError" and "pip install -U flashinfer-python" in refused["text"]
+    assert refused["error"] == "RuntimeError" and "pip install -U 'flashinfer-msa[flashinfer]'" in refused["text"]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
