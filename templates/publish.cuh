@@ -1,4 +1,5 @@
 // Publication of a selected row into the receive row of the head's owner, by the first warp of a CTA.
+// Needs: params.h, constants.h.j2, fault.cuh, score_row.cuh, ptx/system_scope.cuh.
 inline namespace kernels {
 
 template <msa_icp::RowForm kForm>

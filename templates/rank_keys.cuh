@@ -1,4 +1,5 @@
 // The order of candidates as unsigned keys: a larger key ranks earlier.
+// Needs: constants.h.j2.
 inline namespace kernels {
 
 constexpr unsigned kFullWarp = 0xffffffffu;

@@ -1,4 +1,5 @@
 // What both selections share: a row and its candidates, the way out where many scores are equal, and the order of ids.
+// Needs: params.h, constants.h.j2, rank_keys.cuh.
 inline namespace kernels {
 
 // Columns whose id, `(column << shift) + offset`, is below `id`.

@@ -4,6 +4,7 @@
 // the 16th largest of the groups' best scores bounds the 16th best score from below. The few candidates at or above the
 // bound are listed and ranked by counting. Should a row crowd its large or equal scores into few groups, so that the
 // list overflows, the candidates are taken one by one instead.
+// Needs: params.h, constants.h.j2, rank_keys.cuh, score_row.cuh.
 inline namespace kernels {
 
 constexpr int kListCapacity = 256;

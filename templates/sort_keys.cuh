@@ -1,4 +1,5 @@
 // Keys that the lanes of a warp hold, sorted in descending order: kLanes lanes for themselves.
+// Needs: constants.h.j2, rank_keys.cuh.
 inline namespace kernels {
 
 template <int kLanes>

@@ -1,4 +1,5 @@
 // Global to shared copies by cp.async (before sm_90). Every lane of the warp copies its share.
+// Needs: ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 constexpr unsigned kCopyArrivals = 32;

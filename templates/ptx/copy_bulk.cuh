@@ -1,4 +1,5 @@
 // Global to shared copies by the bulk copy engine (sm_90 and later). One lane issues a whole copy.
+// Needs: ptx/async_proxy.cuh, ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 constexpr unsigned kCopyArrivals = 1;

@@ -1,4 +1,5 @@
 // Global to shared copies of tensor tiles by the tensor copy engine (sm_90 and later). One lane issues a whole tile.
+// Needs: ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
