@@ -6,6 +6,7 @@ __device__ unsigned fault_recorded;
 
 }  // namespace msa_icp
 
+// Needs: params.h, ptx/system_scope.cuh.
 inline namespace kernels {
 
 // How often and how long a wait has polled.

@@ -1,4 +1,4 @@
-// Order between ordinary accesses and those of tensor cores and copy engines (sm_90 and later).
+// Order between threads' own accesses and those of tensor cores and copy engines (sm_90 and later).
 namespace ptx {
 
 // Orders the calling thread's earlier reads and writes of shared memory before accesses of the async proxy that come

@@ -1,9 +1,10 @@
-// Global to shared copies by cp.async (before sm_90). Every lane of the warp copies its share.
+// Copies from global to shared memory by cp.async (before sm_90). Every lane of the warp copies its share.
+// Needs: ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 constexpr unsigned kCopyArrivals = 32;
 
-// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
+// Copies kBytes, whose arrival completes `barrier`'s phase. The warp must be converged.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
   static_assert(kBytes % (32 * 16) == 0, "every lane copies 16 bytes at a time");

@@ -1,7 +1,7 @@
-// Accesses ordered or atomic at system scope: what ranks on different GPUs agree through.
+// Accesses that are ordered or atomic at system scope, through which ranks on different GPUs communicate.
 namespace ptx {
 
-// Of a clock that all multiprocessors share.
+// The time of a clock that all multiprocessors share.
 __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long value;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
