@@ -205,8 +205,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            # The loader itself stays, since tracebacks and resources are asked of it.
-            spec.loader.exec_module = functools.partial(self._load, spec.loader.exec_module)  # type: ignore[method-assign]
+            # Patch the loader's method, and keep the loader: tracebacks and resources need it.
+            load = functools.partial(self._load, spec.loader.exec_module)
+            spec.loader.exec_module = load  # type: ignore[method-assign]  # patches one instance
         return spec
 
     def _load(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -300,7 +301,7 @@ def _register(prefer: str) -> tuple[Registration | None, list[str]]:
             ]
         functions = {name: _front(function, theirs.get(name)) for name, function in ours.items()}
         registration = Registration(version, prefer, tuple(sorted(ours.keys() - theirs)), tuple(sorted(theirs)))
-        exported = getattr(module, "__all__", None)
+        exported: Any = getattr(module, "__all__", None)
         listed = [name for name in functions if isinstance(exported, list) and name not in exported]
         before = {name: vars(module)[name] for name in functions if name in vars(module)}
         _installed = _Installed(module, registration, functions, before, tuple(listed))
@@ -375,7 +376,7 @@ def _front(ours: Function, theirs: Function | None) -> Function:
     @functools.wraps(marked)
     def call(*args: Any, **kwargs: Any) -> Any:
         if goes_to_flashinfer is not None and goes_to_flashinfer(args, kwargs):
-            return theirs(*args, **kwargs)  # type: ignore[misc]
+            return theirs(*args, **kwargs)  # type: ignore[misc]  # goes_to_flashinfer is None where theirs is
         if not is_compiling():
             return marked(*args, **kwargs)
         # Marks cannot be traced: they are made while the call is.
@@ -388,7 +389,7 @@ def _front(ours: Function, theirs: Function | None) -> Function:
 
 def _assume_constant_result(function: Function) -> Function:
     """``torch.compiler.assume_constant_result``, which takes seconds to import the compiler to set this attribute."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by the compiler
     return function
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -63,17 +63,18 @@ class Manifest:
     @functools.cached_property
     def sets(self) -> list[CubinSet]:
         """The sets of cubins that are here."""
-        by_set: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        by_set: dict[CubinSet, list[dict[str, Any]]] = {}
         for entry in self.data["cubins"]:
-            identity = (
-                entry["architecture"],
-                tuple(entry["capability"]),
-                tuple(entry["driver"]),
-                entry["toolkit"],
-                entry["tested_on"],
+            without_entries = CubinSet(
+                architecture=entry["architecture"],
+                capability=tuple(entry["capability"]),
+                driver=tuple(entry["driver"]),
+                toolkit=entry["toolkit"],
+                tested_on=entry["tested_on"],
+                entries=(),
             )
-            by_set.setdefault(identity, []).append(entry)
-        return [CubinSet(*identity, tuple(entries)) for identity, entries in by_set.items()]
+            by_set.setdefault(without_entries, []).append(entry)
+        return [replace(cubins, entries=tuple(entries)) for cubins, entries in by_set.items()]
 
     @property
     def architectures(self) -> list[str]:
