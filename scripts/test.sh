@@ -8,4 +8,8 @@ ruff check .
 ruff format --check .
 clang-format --dry-run --Werror flashinfer_msa/native/*.{h,cc}
 mypy
-exec python -m pytest "$@"
+# GPU tests measure and fill the GPU, so they run one after another.
+parallel=()
+[[ -e /dev/nvidiactl ]] || parallel=(-n 2 --dist loadfile)
+export OMP_NUM_THREADS=1
+exec python -m pytest "${parallel[@]}" "$@"
