@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..runtime.manifest import DATA, SCHEMA, Manifest, read_manifest
+from ..manifest import DATA, SCHEMA, Manifest, read_manifest
 from . import launcher, matrix
 from .build import MANIFEST, BuildResult, build, publish
 from .toolkit import BuildError

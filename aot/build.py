@@ -22,8 +22,8 @@ from typing import Any
 import ninja
 
 from ..files import replace_file
-from ..runtime.manifest import DATA, SCHEMA
-from ..runtime.manifest import FILE as MANIFEST
+from ..manifest import DATA, SCHEMA
+from ..manifest import FILE as MANIFEST
 from ..version import __version__
 from . import launcher, matrix, nvrtc, ptxas, toolkit
 from .matrix import Architecture, Unit

@@ -14,7 +14,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import comm, msa_ops
-    from .registration import Registration, register, registered, unregister
+    from .integrations.flashinfer import Registration, register, registered, unregister
     from .runtime.fault import Fault, last_fault
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    **dict.fromkeys(("Registration", "register", "registered", "unregister"), ".registration"),
+    **dict.fromkeys(("Registration", "register", "registered", "unregister"), ".integrations.flashinfer"),
     **dict.fromkeys(("Fault", "last_fault"), ".runtime.fault"),
 }
 

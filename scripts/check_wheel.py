@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashinfer_msa.aot import launcher
 from flashinfer_msa.aot.matrix import ARCHITECTURES, units
 from flashinfer_msa.aot.render import launcher_digest, source_digest
-from flashinfer_msa.runtime.manifest import SCHEMA
+from flashinfer_msa.manifest import SCHEMA
 
 LIMIT_BYTES = 10 * 2**20
 DATA = "flashinfer_msa/data/"

@@ -134,7 +134,7 @@ def _run(*command: str | Path, **variables: str) -> None:
 
 def architectures_of(folders: Sequence[Path]) -> list[str]:
     """Return the architectures whose cubins builds have written into ``folders``."""
-    from flashinfer_msa.runtime.manifest import read_manifest
+    from flashinfer_msa.manifest import read_manifest
 
     names: list[str] = []
     for folder in folders:

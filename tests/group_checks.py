@@ -16,7 +16,8 @@ from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import exchange_carriers
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS, TOP_K
-from flashinfer_msa.simulate import (
+from flashinfer_msa.sizing import MAX_WINDOW_TOKENS
+from flashinfer_msa.testing.problems import (
     NEAR_TIE,
     TENSOR_CORE_ERROR,
     Comparison,
@@ -26,7 +27,6 @@ from flashinfer_msa.simulate import (
     compare,
     random_e4m3,
 )
-from flashinfer_msa.sizing import MAX_WINDOW_TOKENS
 
 Results = dict[tuple[Any, ...], Comparison]
 """What became of each case."""

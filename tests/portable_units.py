@@ -17,11 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
+from flashinfer_msa import manifest
 from flashinfer_msa.aot.build import build
 from flashinfer_msa.aot.matrix import ARCHITECTURES, Architecture
 from flashinfer_msa.aot.tuning import DECODE_SCORE, PREFILL_SCORE, SELECT
 from flashinfer_msa.layout import LAYOUTS
-from flashinfer_msa.runtime import loader, manifest
+from flashinfer_msa.runtime import loader
 
 
 def target_of(capability: tuple[int, int]) -> Architecture | None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .calls import (
-    DecodeChain,
+    Decode,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -21,43 +21,32 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
-
-if TYPE_CHECKING:
-    from ..indexer import MSAIcpIndexerPlan
+from .storage import CheckedStorage, StorageTable
 
 
 class Chain(Protocol):
     """A chain of launches with everything bound but its query and keys."""
 
-    def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
-        """Check everything and keep it for :meth:`run`; launch nothing."""
+    def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
+        """Check everything and remember the launches; launch nothing."""
 
     def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        """What launches number ``first`` to ``end`` with a query and keys, which are like the recorded ones.
+        """What launches number ``first`` to ``end`` with a query and keys like the recorded ones.
 
-        :func:`flashinfer_msa.runtime.native.invoke` calls it and puts its errors in words.
+        :func:`flashinfer_msa.runtime.native.invoke` calls it and explains its errors.
         """
 
     def run_bound(self, first: int, end: int) -> None:
         """Launch number ``first`` to ``end``, which read neither query nor keys."""
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
-        """The first launch that is not what the full path makes of the arguments as they are now, or -1."""
+        """The first launch that differs from the full path's with the arguments of now, or -1."""
 
 
-class Backend(Protocol):
-    """One implementation of every operation. Each checks its call before it does anything."""
+class Operations(Protocol):
+    """Every operation that launches. Each checks its call before it does anything."""
 
     name: str
-
-    def resolve_device(self, device: Any) -> tuple[torch.device, str]:
-        """The device with its index filled in and the architecture that serves it; ``ValueError`` if it cannot."""
-
-    def warmup(self, device: torch.device) -> None:
-        """Make everything that a call on ``device`` needs resident there."""
-
-    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
-        """Refuse receive storage that is no memory to launch with."""
 
     def decode_score(self, call: DecodeScore) -> None:
         """Score local keys per page column."""
@@ -71,12 +60,8 @@ class Backend(Protocol):
     def score_publish(self, call: ScorePublish) -> None:
         """Score, select and publish without score rows."""
 
-    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
-        """Run the facade's chain, or the half of it that is called for.
-
-        ``arguments`` are the launcher's: what it takes from plan and comm, ``publishes``, ``merges``, ``slot``,
-        ``tagged``, ``enable_pdl``, ``num_valid_pages``; to publish, what ``PublishHalf`` names; to merge, ``output``.
-        """
+    def decode(self, storages: StorageTable, comm: Any, call: Decode) -> None:
+        """Run the indexer's decode chain, or one half of it, on the receive storage ``comm``."""
 
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Cut a prefill window's work into ranges."""
@@ -91,16 +76,41 @@ class Backend(Protocol):
         """Score and select a prefill window into carrier rows without score rows."""
 
     def prefill_local(self, call: PrefillLocal) -> None:
-        """Run the facade's scorer and selection."""
+        """Run the indexer's prefill scorer and selection."""
 
     def prefill_merge(self, call: PrefillMerge) -> None:
-        """Run the facade's merge of an exchanged carrier."""
+        """Run the indexer's merge of an exchanged carrier."""
 
-    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
-        """The facade's decode chain, kept."""
+
+class Backend(Operations, Protocol):
+    """One implementation of every operation, and what else depends on it."""
+
+    default_device: str
+    """Type of the device that a call without one is for."""
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold the launches on a device."""
+
+    def resolve_device(self, device: Any) -> tuple[torch.device, str]:
+        """The device with its index filled in and the architecture that serves it; ``ValueError`` if it cannot."""
+
+    def kernels_identity(self, device: torch.device) -> str:
+        """A text that is equal where two ranks run the same code."""
+
+    def warmup(self, device: torch.device) -> None:
+        """Make everything that a call on ``device`` needs resident there."""
+
+    def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
+        """Refuse receive storage that is no memory to launch with."""
+
+    def decode_chain(self, storage: CheckedStorage, call: Decode) -> Chain:
+        """The indexer's decode chain, to be recorded."""
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
-        """The facade's scorer and selection of a window, kept: ``first_token`` and on of a query of ``tokens``."""
+        """A window's scorer and selection, to be recorded.
+
+        The query of a run has ``tokens`` rows. The window's own begin at ``first_token``.
+        """
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
-        """The facade's merge of an exchanged carrier, kept."""
+        """The indexer's merge of an exchanged carrier, to be recorded."""

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..manifest import load_manifest
 from ..runtime import loader, native
 from ..sizing import require_device
 from .base import Chain
 from .calls import (
-    DecodeChain,
+    Decode,
     DecodeScore,
     Merge,
     PrefillLocal,
@@ -20,18 +22,12 @@ from .calls import (
     PrefillPlan,
     PrefillScore,
     PrefillScoreSelect,
-    PublishHalf,
     ScorePublish,
     SelectPrefill,
     SelectPublish,
 )
 from .chains import KeptLaunches
-
-if TYPE_CHECKING:
-    from ..indexer import MSAIcpIndexerPlan
-
-_SCORES = 7 + PublishHalf._fields.index("scores")
-"""Place of the scores among the arguments of a chain that publishes."""
+from .storage import CheckedStorage, StorageTable
 
 
 def _require_resolved(name: str, plane: Any) -> None:
@@ -44,6 +40,11 @@ class CakeBackend:
     """Prebuilt kernels on CUDA devices."""
 
     name = "cake"
+    default_device = "cuda"
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Launches are all that a call does."""
+        return device.type == "cuda"
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """A CUDA device with its index filled in, and the architecture of the cubins that it loads."""
@@ -59,6 +60,11 @@ class CakeBackend:
             raise ValueError(f"device must be one of {torch.cuda.device_count()} CUDA devices, was {resolved}")
         resolved = torch.device("cuda", index)
         return resolved, loader.architecture_of(resolved)
+
+    def kernels_identity(self, device: torch.device) -> str:
+        """The architecture, and a digest of the launcher and of the kernels' sources."""
+        digests = [load_manifest().data["launcher"]["sha256"], *loader.kernels_of(device).source_digests()]
+        return f"{loader.architecture_of(device)} {hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
 
     def warmup(self, device: torch.device) -> None:
         """Make every kernel resident on ``device``."""
@@ -86,15 +92,13 @@ class CakeBackend:
         """Launch the fused scorer and publisher."""
         native.call("score_publish", True, *call)
 
-    def decode(self, plan: MSAIcpIndexerPlan, comm: Any, arguments: tuple[Any, ...]) -> None:
-        """Launch the facade's chain."""
-        if arguments[1]:
-            _require_resolved("scores", arguments[_SCORES])
-        native.call("decode", True, *arguments)
+    def decode(self, storages: StorageTable, comm: Any, call: Decode) -> None:
+        """Launch the indexer's chain."""
+        storages.run(comm, call, _launch_decode)
 
     def prefill_plan(self, call: PrefillPlan) -> None:
         """Launch the planner."""
-        native.call("prefill_plan", True, *call)
+        native.call("prefill_plan", True, *call.arguments())
 
     def prefill_score(self, call: PrefillScore) -> None:
         """Launch the prefill scorer, after a fill where rows are initialized."""
@@ -111,21 +115,25 @@ class CakeBackend:
         native.call("prefill_score_select", True, *call.arguments())
 
     def prefill_local(self, call: PrefillLocal) -> None:
-        """Launch the facade's scorer and selection."""
+        """Launch the indexer's scorer and selection."""
         _require_resolved("score_scratch", call.score_scratch)
         native.call("prefill_local", True, *call.arguments())
 
     def prefill_merge(self, call: PrefillMerge) -> None:
-        """Launch the facade's merge."""
+        """Launch the indexer's merge."""
         native.call("prefill_merge", True, *call)
 
-    def decode_chain(self, plan: MSAIcpIndexerPlan, comm: Any, call: DecodeChain) -> Chain:
-        """Keep the launches of the facade's decode chain."""
+    def decode_chain(self, storage: CheckedStorage, call: Decode) -> Chain:
+        """Record the launches of the indexer's decode chain."""
         _require_resolved("scores", call.scores)
-        return KeptLaunches("decode", call.arguments, call.num_valid_pages, call.num_valid_pages.numel())
+
+        def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
+            return call._replace(index_q=query, index_k=keys).arguments(storage.state)
+
+        return KeptLaunches("decode", arguments, call.num_valid_pages, call.num_valid_pages.numel())
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
-        """Keep the launches of the facade's scorer and selection."""
+        """Keep the launches of the indexer's scorer and selection."""
         _require_resolved("score_scratch", call.score_scratch)
 
         def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
@@ -134,5 +142,10 @@ class CakeBackend:
         return KeptLaunches("prefill_local", arguments, call.num_valid_pages, tokens, first_token)
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
-        """Keep the launch of the facade's merge."""
+        """Keep the launch of the indexer's merge."""
         return KeptLaunches("prefill_merge", lambda query, keys: call, call.num_valid_pages)
+
+
+def _launch_decode(storage: CheckedStorage, call: Decode) -> None:
+    _require_resolved("scores", call.scores)
+    native.call("decode", True, *call.arguments(storage.state))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..layout import BLOCK_TOKENS
-from ..score_plan import MSAIcpScorePlan
+from ..prefill.window import MSAIcpScorePlan
 from ..sizing import ceil_div, multiprocessor_count
 
 
@@ -92,40 +93,59 @@ class ScorePublish(NamedTuple):
     enable_pdl: bool
 
 
-class PublishHalf(NamedTuple):
-    """What the first half of the facade's chain is given; without ``scores``, the fused one."""
+class ChainState(NamedTuple):
+    """What the decode chain takes of an indexer and its receive storage, whose fields end it as addresses."""
 
-    index_q: Tensor
-    index_k: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    scores: Tensor | None
-    pool: Tensor | None
-    decode_query_len: int
+    device: int
+    rank: int
+    world_size: int
+    heads_per_rank: int
+    capacity: int
+    init_blocks: int
+    local_blocks: int
+    spin_limit: int
+    wait_ns: int
+    page_size: int
+    max_query_len: int
+    index_scale: int
+    index_offset: int
+    recv: int
+    tagged_recv: int
+    recv_bases: int
+    tagged_recv_bases: int
+    publish_generations: int
+    expected_generations: int
+    errors: int
+
+    def pack(self) -> Tensor:
+        """The state as the launcher reads it, int64 in host memory."""
+        return torch.tensor(self, dtype=torch.int64, device="cpu")
 
 
-class DecodeChain(NamedTuple):
-    """The facade's decode chain but for its query and keys; ``state`` is what it takes from plan and comm."""
+class Decode(NamedTuple):
+    """A call of the indexer's decode chain or one of its halves, on checked receive storage.
 
-    state: Tensor
+    A half leaves out what only the other takes. Without ``scores``, or with a ``pool``, the chain is the fused one.
+    """
+
+    publishes: bool
+    merges: bool
     slot: int
     tagged: bool
     enable_pdl: bool
     num_valid_pages: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    scores: Tensor | None
-    pool: Tensor | None
-    decode_query_len: int
-    output: Tensor
+    index_q: Tensor | None = None
+    index_k: Tensor | None = None
+    block_table: Tensor | None = None
+    seq_lens: Tensor | None = None
+    scores: Tensor | None = None
+    pool: Tensor | None = None
+    decode_query_len: int = 0
+    output: Tensor | None = None
 
-    def arguments(
-        self, index_q: Tensor | None, index_k: Tensor | None, publishes: bool = True, merges: bool = True
-    ) -> tuple[Any, ...]:
-        """What the launcher takes, for the chain or a half of it."""
-        publish = (index_q, index_k, *self[5:10]) if publishes else ()
-        merge = (self.output,) if merges else ()
-        return (self.state, publishes, merges, *self[1:5], *publish, *merge)
+    def arguments(self, state: Tensor) -> tuple[Any, ...]:
+        publish = self[6:13] if self.publishes else ()
+        return (state, *self[:6], *publish, *((self.output,) if self.merges else ()))
 
 
 class PrefillPlan(NamedTuple):
@@ -143,7 +163,10 @@ class PrefillPlan(NamedTuple):
     total_q: int
     max_query_len: int
     max_seq_len: int
-    multiprocessors: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return (*self, multiprocessors_of(self.packed_work_range))
 
     def plan(self) -> MSAIcpScorePlan:
         """The plan that a checked call makes."""

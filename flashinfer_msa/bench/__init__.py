@@ -12,15 +12,7 @@ from .decode import DECODE_SHAPES, DecodeCase, DecodeShape, decode_rows, ragged_
 from .host import host_rows
 from .jobs import Jobs, Step
 from .peers import Peer, Peers, PeerShape, find_peers
-from .prefill import (
-    PREFILL_SHAPES,
-    PrefillCase,
-    PrefillShape,
-    balance_rows,
-    prefill_rows,
-    select_rows,
-    sweep_rows,
-)
+from .prefill import PREFILL_SHAPES, PrefillCase, PrefillShape, balance_rows, prefill_rows, select_rows, sweep_rows
 from .rows import Row, write_rows
 from .timing import at_least_min_calls, copies_of, graph_us
 

@@ -138,7 +138,7 @@ def decode_rows(
     case = DecodeCase.make(layout, batch, context, query_len, cold=cold, rank=ranks.rank)
     keys = many_calls(case.keys)
     keys += keys[: -len(keys) % NUM_SLOT_SETS]  # the lead-in and every replay begin with slot set 0
-    with allocate_comm(case.plan) as comm:
+    with allocate_comm(case.indexer) as comm:
         calls = [lambda k=k, slot=i % NUM_SLOT_SETS: case.chain(k, comm, slot) for i, k in enumerate(keys)]
         ranks.barrier()
         us = group_us(ranks, calls, calls[:NUM_SLOT_SETS])
@@ -166,7 +166,7 @@ def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[
         exchange_carriers(case.carrier, received)
 
     def merge() -> None:
-        case.plan.prefill_merge(received, case.num_valid_pages, case.output)
+        case.indexer.prefill_merge(received, case.num_valid_pages, case.output)
 
     def layer(keys: torch.Tensor) -> None:
         case.local(window, keys)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..layer_graphs import MSAIcpGraphStep
+from ..indexer.layer_graphs import MSAIcpGraphStep
 from ..layout import LAYOUTS, NUM_SLOT_SETS
 from ..runtime import native
 from .decode import DecodeCase
@@ -25,7 +25,7 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     """
     case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, context, 1, cold=False)
     armed = case.armed(1)
-    (comm,), plan = armed.comms, case.plan
+    (comm,), indexer = armed.comms, case.indexer
     query, keys = case.index_q, case.keys[0]
     prepared = (case.block_table, case.seq_lens, case.num_valid_pages, case.scores, case.output)
     form: dict[str, Any] = {"comm": comm, "tagged": True, "decode_query_len": 1}
@@ -49,14 +49,14 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     def row(name: str, us: float) -> Row:
         return {"job": "host", "name": name, "us": us, "cold": False}
 
-    decode = plan.decode
+    decode = indexer.decode
     yield row("decode, 3 launches", median_us(lambda slot: decode(query, keys, *prepared, slot=slot, **form)))
 
-    step = plan.prepare_decode_step(*prepared, **form)
+    step = indexer.prepare_decode_step(*prepared, **form)
     run = step.run
     yield row("prepared decode step", median_us(lambda slot: run(query, keys, slot=slot)))
 
-    graphs = plan.layer_graphs()
+    graphs = indexer.layer_graphs()
     begun: list[MSAIcpGraphStep] = []
 
     def begin_step() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import BLOCK_TOKENS, HEAD_DIM, MAX_QUERY_LEN, TOP_K
-from ..simulate import random_e4m3
+from ..testing.problems import random_e4m3
 from .rows import CASE_KEYS, Row
 from .timing import at_least_min_calls, copies_of, graph_us, many_calls
 

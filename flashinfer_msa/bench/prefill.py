@@ -15,9 +15,9 @@ import torch
 from .. import msa_ops
 from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, ROW_WORDS, TOP_K, Layout
-from ..score_plan import MSAIcpScorePlan
-from ..simulate import group_plans, random_e4m3
+from ..prefill.window import MSAIcpScorePlan
 from ..sizing import MAX_WINDOW_TOKENS
+from ..testing.problems import group_indexers, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
@@ -33,7 +33,7 @@ class PrefillCase:
 
     layout: Layout
     segments: Sequence[tuple[int, int]]
-    plan: MSAIcpIndexerPlan
+    indexer: MSAIcpIndexerPlan
     query: torch.Tensor
     keys: list[torch.Tensor]
     block_table: torch.Tensor
@@ -49,7 +49,7 @@ class PrefillCase:
         """Random keys in pages in random order; every rank has others."""
         lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
         tokens = sum(lens)
-        plan = group_plans(
+        indexer = group_indexers(
             layout,
             ["cuda"],
             init_blocks=0,
@@ -69,16 +69,16 @@ class PrefillCase:
         return cls(
             layout=layout,
             segments=segments,
-            plan=plan,
+            indexer=indexer,
             query=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
             lengths=cls._lengths(segments),
             num_valid_pages=(torch.cat(seen).cuda() + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
-            scratch=torch.empty(tokens, NUM_HEADS, plan.prefill_score_columns, device="cuda"),
-            pool=torch.empty(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda"),
+            scratch=torch.empty(tokens, NUM_HEADS, indexer.prefill_score_columns, device="cuda"),
+            pool=torch.empty(indexer.prefill_pool_shape(), dtype=torch.uint8, device="cuda"),
             carrier=torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda"),
-            output=torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+            output=torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
         )
 
     @staticmethod
@@ -125,7 +125,7 @@ class PrefillCase:
 
     def make_plan(self) -> MSAIcpScorePlan:
         """Launch the planner."""
-        return self.plan.prefill_window_plan(
+        return self.indexer.prefill_window_plan(
             0,
             *self.lengths,
             total_q=len(self.query),
@@ -140,7 +140,7 @@ class PrefillCase:
             keys,
             self.block_table,
             window,
-            rank=self.plan.rank,
+            rank=self.indexer.rank,
             max_score=self.scratch,
             initialize=False,
             tp=self.layout.world_size,
@@ -156,13 +156,13 @@ class PrefillCase:
             self.num_valid_pages,
             self.carrier,
             force_end_blocks=1,
-            index_scale=self.plan.index_scale,
-            index_offset=self.plan.index_offset,
+            index_scale=self.indexer.index_scale,
+            index_offset=self.indexer.index_offset,
         )
 
     def local(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
         """Launch scorer and selection."""
-        self.plan.prefill_local(
+        self.indexer.prefill_local(
             self.query, keys, self.block_table, window, self.scratch, self.num_valid_pages, self.carrier
         )
 
@@ -176,7 +176,7 @@ class PrefillCase:
             self.num_valid_pages,
             self.pool,
             self.carrier,
-            rank=self.plan.rank,
+            rank=self.indexer.rank,
             tp=self.layout.world_size,
             compact=self.layout.index_scale > 1,
             force_end_blocks=1,
@@ -185,7 +185,7 @@ class PrefillCase:
     def merge(self) -> None:
         """Launch the merge, of this rank's own rows in place of every rank's."""
         received = self.carrier.unflatten(0, (self.layout.world_size, self.layout.heads_per_rank))
-        self.plan.prefill_merge(received, self.num_valid_pages, self.output)
+        self.indexer.prefill_merge(received, self.num_valid_pages, self.output)
 
 
 class PrefillShape(NamedTuple):
@@ -226,7 +226,7 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
     exact = _score_row(case, window, ceilings.fp16_gemm, accumulation="exact")
     yield {**exact, "name": "exact", "note": 'accumulation="exact", beside an FP16 matrix product'}
     us = graph_us([case.select] * MIN_CALLS)
-    size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.plan.index_scale).sum())
+    size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.indexer.index_scale).sum())
     select: Row = {"job": "prefill_select", **case.shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
     yield select
     us = graph_us([case.merge] * MIN_CALLS)

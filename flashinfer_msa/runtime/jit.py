@@ -44,7 +44,7 @@ except OSError as error:
 from ..aot import matrix, toolkit
 from ..aot.build import build_cubins
 from ..aot.render import source_digest
-from .manifest import Manifest, read_manifest
+from ..manifest import Manifest, read_manifest
 
 
 @dataclass

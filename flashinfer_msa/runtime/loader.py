@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import LAYOUTS
+from ..manifest import CubinSet, Manifest, load_manifest
 from . import native
-from .manifest import CubinSet, Manifest, load_manifest
 
 _lock = threading.Lock()
 _loaded: dict[int, CubinSet] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..layout import LAYOUTS
-from .manifest import load_manifest
+from ..manifest import load_manifest
 
 _lock = threading.Lock()
 _loading = threading.local()

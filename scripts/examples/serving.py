@@ -20,15 +20,8 @@ import torch
 import torch.distributed as dist
 
 from flashinfer_msa.layout import BLOCK_TOKENS, HEAD_DIM, PAGE_SIZES, Layout
-from flashinfer_msa.simulate import (
-    Comparison,
-    DecodeProblem,
-    Expected,
-    Problem,
-    brute_force_top16,
-    compare,
-)
 from flashinfer_msa.sizing import ceil_div
+from flashinfer_msa.testing.problems import Comparison, DecodeProblem, Expected, Problem, brute_force_top16, compare
 
 FORCED = {"init_blocks": 0, "local_blocks": 1}
 """Blocks at either end of a context that are always selected."""

@@ -16,4 +16,7 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsig
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// These copies write through the generic proxy, like any store, so __syncwarp orders them after reads.
+__device__ __forceinline__ void fence_reads_before_copy() {}
+
 }  // namespace ptx

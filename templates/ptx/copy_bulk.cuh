@@ -22,4 +22,7 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsig
   }
 }
 
+// Each lane calls this between its reads of shared memory and the __syncwarp before a copy overwrites them.
+__device__ __forceinline__ void fence_reads_before_copy() { fence_async_proxy(); }
+
 }  // namespace ptx

@@ -15,11 +15,11 @@ import torch
 from simulated_group import POISON, Group
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import LAYOUTS, Layout
+from flashinfer_msa.manifest import DATA, Manifest, load_manifest
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
 from flashinfer_msa.runtime import loader
-from flashinfer_msa.runtime.manifest import DATA, Manifest, load_manifest
-from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, exchange, run_local_prefill
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, exchange, run_local_prefill
 
 LENGTHS = [1, 127, 128, 129, 500, 1000, 4097, 20000]
 

@@ -9,9 +9,9 @@ from portable_units import target_of
 from prefill_windows import WINDOWS, make_plan, make_problem
 from test_prefill import score_errors
 
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import Layout
-from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_WORST
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
+from flashinfer_msa.testing.problems import FP32_WORST, TENSOR_CORE_WORST
 
 NAMES = [
     name for name in ("more and fewer keys", "ragged", "an item and one", "8192 from the start") if name in WINDOWS

@@ -16,9 +16,9 @@ import torch
 from prefill_windows import ChangingWindow
 from simulated_group import SMALL, Group, assert_equal
 
-from flashinfer_msa.layer_graphs import MSAIcpGraphStep
+from flashinfer_msa.indexer.layer_graphs import MSAIcpGraphStep
 from flashinfer_msa.layout import HEAD_DIM, LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
-from flashinfer_msa.simulate import (
+from flashinfer_msa.testing.problems import (
     NEAR_TIE,
     TENSOR_CORE_ERROR,
     DecodeProblem,

@@ -11,9 +11,10 @@ import torch
 from simulated_group import SMALL, Group, assert_equal
 from torch._dynamo.utils import counters
 
-from flashinfer_msa import custom_ops, msa_ops
+from flashinfer_msa import msa_ops
+from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
-from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, brute_force_top16, compare, exchange
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, compare, exchange
 
 pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
 QUERY_LEN = 2

@@ -16,8 +16,8 @@ import torch
 from simulated_group import SMALL
 
 from flashinfer_msa.aot import toolkit
+from flashinfer_msa.manifest import load_manifest
 from flashinfer_msa.runtime.loader import driver_version, kernels_of
-from flashinfer_msa.runtime.manifest import load_manifest
 
 pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
 PROGRAM = Path(__file__).with_name("cubin_outputs.py")

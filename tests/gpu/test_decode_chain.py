@@ -12,7 +12,14 @@ from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import NUM_HEADS, Layout
-from flashinfer_msa.simulate import Comparison, DecodeProblem, block_scores, brute_force_top16, compare, random_e4m3
+from flashinfer_msa.testing.problems import (
+    Comparison,
+    DecodeProblem,
+    block_scores,
+    brute_force_top16,
+    compare,
+    random_e4m3,
+)
 
 FORCED = [(0, 0), (0, 1), (1, 2), (8, 8)]
 BATCHES = [1, 3] if SMALL else [1, 3, 17, 64]

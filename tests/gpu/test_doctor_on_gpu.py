@@ -15,7 +15,7 @@ import torch
 from simulated_group import SMALL
 
 import flashinfer_msa
-from flashinfer_msa import doctor
+from flashinfer_msa.cli import doctor
 from flashinfer_msa.runtime.loader import kernels_of
 
 pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
@@ -24,7 +24,7 @@ ROOT = Path(flashinfer_msa.__file__).resolve().parent.parent
 LOSE_RANK_1 = """
 import sys
 sys.path[:] = {path!r}
-from flashinfer_msa import doctor, simulate
+from flashinfer_msa.cli import doctor, simulate
 from flashinfer_msa.indexer import MSAIcpIndexerPlan as Plan
 prepare, publish = simulate.prepare_msa_icp_indexer, Plan.decode_publish
 simulate.prepare_msa_icp_indexer = lambda **limits: prepare(**limits, spin_limit=100000)

@@ -13,7 +13,7 @@ from simulated_group import POISON, SMALL, Group, assert_equal
 from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import local_comm
 from flashinfer_msa.layout import NUM_HEADS, Layout
-from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, compare
+from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, compare
 
 QUERY_LENS = [5] if SMALL else range(1, 9)
 LONG = 4000 if SMALL else 1 << 20

@@ -23,11 +23,11 @@ from prefill_windows import (
 from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, Layout
-from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, brute_force_top16, compare
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
+from flashinfer_msa.prefill.window import MSAIcpScorePlan
 from flashinfer_msa.sizing import max_items
+from flashinfer_msa.testing.problems import FP32_WORST, TENSOR_CORE_ERROR, PrefillProblem, brute_force_top16, compare
 
 FORCED = [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)]
 GUARD = 1 << 16

@@ -17,7 +17,7 @@ from process_group import ProcessGroup
 from simulated_group import SMALL, Group
 
 from flashinfer_msa.layout import LAYOUTS, TOP_K, WORLD_SIZES
-from flashinfer_msa.simulate import Comparison, DecodeProblem, brute_force_top16, compare
+from flashinfer_msa.testing.problems import Comparison, DecodeProblem, brute_force_top16, compare
 
 pytestmark = [
     pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer"),

@@ -24,11 +24,12 @@ from prefill_windows import (
 from simulated_group import POISON, SMALL, Group, assert_equal, write_late
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.backends import reference
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
-from flashinfer_msa.score_plan import MSAIcpScorePlan
-from flashinfer_msa.simulate import (
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
+from flashinfer_msa.prefill.window import MSAIcpScorePlan
+from flashinfer_msa.sizing import max_items
+from flashinfer_msa.testing.problems import (
     FP32_WORST,
     TENSOR_CORE_ERROR,
     TENSOR_CORE_WORST,
@@ -38,7 +39,6 @@ from flashinfer_msa.simulate import (
     compare,
     exchange,
 )
-from flashinfer_msa.sizing import max_items
 
 
 def forms_of(layout: Layout) -> list[bool]:

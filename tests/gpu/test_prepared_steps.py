@@ -11,8 +11,10 @@ import torch
 from prefill_windows import make_problem
 from simulated_group import SMALL, Group, assert_equal
 
+from flashinfer_msa.indexer.steps import MSAIcpDecodeStep
 from flashinfer_msa.layout import LAYOUTS, ROW_WORDS, TOP_K, Layout
-from flashinfer_msa.simulate import (
+from flashinfer_msa.sizing import msa_icp_decode_pool_bytes
+from flashinfer_msa.testing.problems import (
     TENSOR_CORE_ERROR,
     DecodeProblem,
     brute_force_top16,
@@ -20,8 +22,6 @@ from flashinfer_msa.simulate import (
     exchange,
     random_e4m3,
 )
-from flashinfer_msa.sizing import msa_icp_decode_pool_bytes
-from flashinfer_msa.steps import MSAIcpDecodeStep
 
 LAYERS = 4 if SMALL else 7
 LENGTHS = [900, 0, 300] if SMALL else [20000, 0, 700, 3001]

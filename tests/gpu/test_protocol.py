@@ -13,7 +13,7 @@ from simulated_group import POISON, SMALL, Group
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, TOP_K, Layout
-from flashinfer_msa.simulate import DecodeProblem, brute_force_top16, compare
+from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, compare
 
 STEPS = 30 if SMALL else 10_000
 

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's indexer: prepared once from the serving limits, used by every layer of every step."""
+
+from .indexer import MSAIcpIndexerPlan
+from .prepare import prepare_msa_icp_indexer
+
+__all__ = ["MSAIcpIndexerPlan", "prepare_msa_icp_indexer"]
