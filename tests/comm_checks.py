@@ -343,8 +343,13 @@ def one_rank_fails(rank: int, place: Place) -> None:
 
 
 def left_behind() -> list[Path]:
-    """Names of shared memory that nobody took away."""
-    return list(Path("/dev/shm").glob("flashinfer-msa-*"))
+    """Return names of shared memory that stay. Other processes of this machine may have some for a moment."""
+    names = set(Path("/dev/shm").glob("flashinfer-msa-*"))
+    deadline = time.monotonic() + 10
+    while names and time.monotonic() < deadline:
+        time.sleep(0.05)
+        names &= set(Path("/dev/shm").glob("flashinfer-msa-*"))
+    return sorted(names)
 
 
 def wrong_group(rank: int, place: Place) -> None:

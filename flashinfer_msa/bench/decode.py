@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -274,7 +275,7 @@ def decode_rows(
 
 def _score_figures(case: DecodeCase, ceilings: Ceilings) -> Row:
     """What the scorer takes, and its share of a streaming pass over the same bytes."""
-    us = graph_us([lambda k=k: case.score(k) for k in many_calls(case.keys)])
+    us = graph_us([partial(case.score, key) for key in many_calls(case.keys)])
     read_us = ceilings.read_us(case.keys) * case.moved_bytes / case.keys[0].nbytes
     return {"us": us, "bytes": case.moved_bytes, "tb_s": case.moved_bytes / us / 1e6, "ceiling_ratio": read_us / us}
 
@@ -320,7 +321,7 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
                     generations=c.comm.publish_generations,
                 )
 
-            shape = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
+            shape: Row = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
             size = scores.numel() * 4
             us = graph_us([publish] * 50)
             yield {"job": "select_publish", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}

@@ -7,9 +7,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from ..indexer.layer_graphs import MSAIcpGraphStep
 from ..layout import LAYOUTS, NUM_SLOT_SETS
 from ..runtime import native
 from .decode import DecodeCase
@@ -26,7 +28,7 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     (comm,), indexer = armed.comms, case.indexer
     query, keys = case.index_q, case.keys[0]
     prepared = (case.block_table, case.seq_lens, case.num_valid_pages, case.scores, case.output)
-    form = {"comm": comm, "tagged": True, "decode_query_len": 1}
+    form: dict[str, Any] = {"comm": comm, "tagged": True, "decode_query_len": 1}
     slots = itertools.cycle(range(NUM_SLOT_SETS))
     # The second step of a key captures; then every slot set has its graph.
     warm_calls = 3 * NUM_SLOT_SETS
@@ -55,7 +57,7 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     yield row("prepared decode step", median_us(lambda slot: run(query, keys, slot=slot)))
 
     graphs = indexer.layer_graphs()
-    begun = []
+    begun: list[MSAIcpGraphStep] = []
 
     def begin_step() -> None:
         begun[:] = [graphs.begin_step(decode=step, decode_tokens=step.tokens)]

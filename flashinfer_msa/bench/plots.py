@@ -25,13 +25,13 @@ _LINES = (
     {"color": "#CC79A7", "marker": "D"},
 )
 """Colours that everyone can tell apart, and markers."""
-_STYLES = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
+_STYLES: dict[str, Any] = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
 _PEER_MARKERS = ("<", ">", "v")
-_PEER_POINT = {"linestyle": "", "fillstyle": "none", "markersize": 8}
+_PEER_POINT: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markersize": 8}
 _PEER_COLOURS = ("#000000", "#888888", "#E69F00")
-_CEILING = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
-_CEILING_POINTS = {**_CEILING, "marker": ".", "markersize": 4}
-_LIGHT = {"linestyle": "", "alpha": 0.4, "markersize": 6}
+_CEILING: dict[str, Any] = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
+_CEILING_POINTS: dict[str, Any] = {**_CEILING, "marker": ".", "markersize": 4}
+_LIGHT: dict[str, Any] = {"linestyle": "", "alpha": 0.4, "markersize": 6}
 
 
 def roofline(rows: Sequence[Row], caption: str) -> Figure:

@@ -236,7 +236,7 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
         case.local(window, key)
         case.merge()
 
-    us = graph_us([lambda k=k: chain(k) for k in at_least_min_calls(case.keys)])
+    us = graph_us([partial(chain, key) for key in at_least_min_calls(case.keys)])
     yield {"job": "prefill_chain", **case.shape, "us": us, "note": "score, select and merge, without the exchange"}
     yield from _local_rows(case, window)
     if peers is None:
@@ -267,7 +267,7 @@ def _score_row(
 ) -> Row:
     """The scorer's rate, and its share of that of a matrix ``product``."""
     keys = at_least_min_calls(case.keys)
-    us = graph_us([lambda k=k: case.score(window, k, accumulation) for k in keys], replays=replays)
+    us = graph_us([partial(case.score, window, key, accumulation) for key in keys], replays=replays)
     tflops = case.flops / us / 1e6
     speed: Row = {"us": us, "flops": case.flops, "tflops": tflops, "ceiling_ratio": tflops / product["tflops"]}
     return {"job": "prefill_score", **case.shape, **speed}
@@ -276,9 +276,9 @@ def _score_row(
 def _local_rows(case: PrefillCase, window: MSAIcpScorePlan, *, replays: int = 11) -> Iterator[Row]:
     """The local part of a window, into carrier rows: score and select, and the fused chain."""
     keys = at_least_min_calls(case.keys)
-    separate = graph_us([lambda k=k: case.local(window, k) for k in keys], replays=replays)
+    separate = graph_us([partial(case.local, window, key) for key in keys], replays=replays)
     yield {"job": "prefill_chain", "name": "score and select", **case.shape, "us": separate}
-    us = graph_us([lambda k=k: case.fused(window, k) for k in keys], replays=replays)
+    us = graph_us([partial(case.fused, window, key) for key in keys], replays=replays)
     note = "score and select without score rows"
     yield {"job": "prefill_fused", **case.shape, "us": us, "separate_ratio": us / separate, "note": note}
 
@@ -320,7 +320,7 @@ def balance_rows(layout: Layout) -> Iterator[Row]:
         one = torch.zeros_like(window.packed_work_range)
         one[index] = window.packed_work_range[index]
         alone = replace(window, packed_work_range=one)
-        times.append(graph_us([lambda w=alone: case.score(w, case.keys[0])] * 3, replays=5))
+        times.append(graph_us([partial(case.score, alone, case.keys[0])] * 3, replays=5))
     yield {
         "job": "prefill_score",
         "name": "ragged window",

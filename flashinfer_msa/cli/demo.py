@@ -22,7 +22,6 @@ from ..testing.problems import (
     Comparison,
     DecodeProblem,
     PrefillProblem,
-    Problem,
     brute_force_top16,
     compare,
     exchange,
@@ -31,7 +30,7 @@ from ..testing.problems import (
     share_cache,
 )
 
-_FORCED = {"init_blocks": 1, "local_blocks": 2}
+_FORCED: Any = {"init_blocks": 1, "local_blocks": 2}
 """Blocks that the demo forces at either end of a context."""
 _PITCH_EXTRA = 16
 """Bytes between the local pages of a shard."""
@@ -84,14 +83,14 @@ def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result
     decode = _Decode(demo, layout, indexers) if demo.query_len else None
     prefill = _Prefill(demo, layout, indexers) if demo.tokens else None
     # In the order of a query's rows, and of a layer's work.
-    parts = [part for part in (decode, prefill) if part]
+    parts: list[Any] = [part for part in (decode, prefill) if part]
 
     runs: Sequence[bool | None] = forms if decode else [None]
     counts = dict.fromkeys(runs, Comparison())
     times: dict[bool | None, list[float]] = {form: [] for form in runs}
     keys: list[torch.Tensor] = []
     for step in range(demo.steps):
-        problems: Sequence[Problem] = [part.draw(step) for part in parts]
+        problems: Sequence[Any] = [part.draw(step) for part in parts]
         if decode and prefill:
             problems = share_cache(*problems)
         if prefill or not keys:
@@ -184,7 +183,7 @@ class _Window(NamedTuple):
     query: torch.Tensor
     block_table: torch.Tensor
     segments: tuple[torch.Tensor, ...]
-    bounds: dict[str, int]
+    bounds: dict[str, Any]
 
     def plan(self, index: int, indexer: MSAIcpIndexerPlan) -> MSAIcpScorePlan:
         """Plan it as window ``index`` of the step."""

@@ -122,8 +122,9 @@ def _requirements() -> Iterator[Finding]:
         lines = ("torch", "apache-tvm-ffi", "flashinfer-python; extra == 'flashinfer'")
         required = [Requirement(line) for line in lines]
     for requirement in required:
-        is_required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not is_required and not requirement.marker.evaluate({"extra": "flashinfer"}):
+        marker = requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if not (is_required or (marker and marker.evaluate({"extra": "flashinfer"}))):
             continue
         found, install = _version_of(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
         if found is None and is_required:

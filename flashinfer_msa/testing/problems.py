@@ -244,11 +244,12 @@ class PrefillProblem(Problem):
         device = self.index_q.device
         lens = torch.tensor(self.query_lens, dtype=torch.int32, device=device)
         zero = lens.new_zeros(1)
-        offsets = [torch.cat([zero, x.cumsum(0, dtype=torch.int32)]) for x in (lens, self.seq_lens)]
-        return lens, self.seq_lens, *offsets, torch.tensor(self.positions, dtype=torch.int32, device=device)
+        query_offsets, key_offsets = (torch.cat([zero, x.cumsum(0, dtype=torch.int32)]) for x in (lens, self.seq_lens))
+        positions = torch.tensor(self.positions, dtype=torch.int32, device=device)
+        return lens, self.seq_lens, query_offsets, key_offsets, positions
 
     @property
-    def bounds(self) -> dict[str, int]:
+    def bounds(self) -> dict[str, Any]:
         """The tightest ``total_q``, ``max_query_len`` and ``max_seq_len`` of a plan."""
         return {
             "total_q": max(len(self.index_q), 1),

@@ -1231,6 +1231,7 @@ def the_plugin() -> None:
     assert found == [["auto", has_icp], [None, has_icp]]
 
 
+@pytest.mark.network
 def test_the_plugin_is_cheap() -> None:
     """Loading and calling it imports neither torch nor FlashInfer, and registers nothing by itself."""
     run_python(
@@ -1259,6 +1260,7 @@ def run_checks(version: str, alone: str | None) -> dict[str, str | None] | BaseE
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     ("version", "name"), [(version, name) for name, (_, versions, _) in CHECKS.items() for version in versions]
 )
