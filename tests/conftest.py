@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,11 @@ import pytest
 
 from flashinfer_msa.aot import toolkit
 from flashinfer_msa.aot.build import BuildResult, build
+
+if not Path("/dev/nvidiactl").exists():
+    # The CPU tests use small tensors: more threads only spin at barriers, and take cores from other test processes.
+    # This precedes the import of torch, and child processes inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
