@@ -11,5 +11,4 @@ mypy
 # GPU tests measure and fill the GPU, so they run one after another.
 parallel=()
 [[ -e /dev/nvidiactl ]] || parallel=(-n 2 --dist loadfile)
-export OMP_NUM_THREADS=1
 exec python -m pytest "${parallel[@]}" "$@"
