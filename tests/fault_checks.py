@@ -28,8 +28,8 @@ _sides: list[Rank] = []
 
 def start(rank: int, tagged: bool, limit: dict[str, Any], place: Place) -> None:
     """Decode some layers with the peer, so that everything is loaded, mapped and in step."""
-    plan = place.plan(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
-    side = Rank(plan, place.comm(plan))
+    indexer = place.indexer(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
+    side = Rank(indexer, place.comm(indexer))
     dist.barrier()
     decode_layers([side], tagged, layers=LAYERS)
     _sides[:] = [side]
@@ -67,7 +67,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
     fault = flashinfer_msa.last_fault()
     found["fault"] = None if fault is None else {**asdict(fault), "words": str(fault)}
     try:
-        side.plan.decode_merge(valid, output, comm=side.comm, slot=slot, tagged=tagged)
+        side.indexer.decode_merge(valid, output, comm=side.comm, slot=slot, tagged=tagged)
     except RuntimeError as error:
         found["next call"] = str(error)
     results.write_text(json.dumps(found))
@@ -88,5 +88,5 @@ def come_late(rank: int, tagged: bool, seconds: float) -> None:
 
 
 def _synchronize(side: Rank) -> None:
-    if side.plan.device.type == "cuda":
+    if side.indexer.device.type == "cuda":
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ import torch
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, Layout
-from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, Problem
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, Problem
 
 POISON = -12345.5
 """A score that no kernel writes."""

@@ -44,11 +44,11 @@ def decode(layout: Layout, query_len: int) -> dict[str, str]:
             group = Group.make(layout, tokens=tokens, max_model_len=32768)
             planes, outputs = group.scores(tokens), group.outputs(tokens)
             form = {"slot": 1, "tagged": tagged}
-            for rank, plan in enumerate(group.plans):
+            for rank, indexer in enumerate(group.indexers):
                 pool = None
                 if fused:
                     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
-                    pool = torch.zeros(size, dtype=torch.uint8, device=plan.device)
+                    pool = torch.zeros(size, dtype=torch.uint8, device=indexer.device)
                 scores = None if fused else planes[rank]
                 group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **form)
             rows = [digest(comm.tagged_recv if tagged else comm.recv) for comm in group.comms]
@@ -69,16 +69,16 @@ def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
     found = {}
     for fused in (False, True):
         carriers = []
-        for plan in group.plans:
-            scratch = torch.full(plan.prefill_scratch_shape(), POISON, device="cuda")
-            pool = torch.zeros(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda") if fused else None
-            carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+        for indexer in group.indexers:
+            scratch = torch.full(indexer.prefill_scratch_shape(), POISON, device="cuda")
+            pool = torch.zeros(indexer.prefill_pool_shape(), dtype=torch.uint8, device="cuda") if fused else None
+            carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
             run_local_prefill(
-                plan, problem, problem.shard(plan.rank), None if fused else scratch, carrier, tokens, pool
+                indexer, problem, problem.shard(indexer.rank), None if fused else scratch, carrier, tokens, pool
             )
             carriers.append(carrier[:, :tokens].clone())
         output = group.outputs(tokens)[0]
-        group.plans[0].prefill_merge(exchange(carriers, group.plans[0]), problem.num_valid_pages, output)
+        group.indexers[0].prefill_merge(exchange(carriers, group.indexers[0]), problem.num_valid_pages, output)
         found[f"prefill {layout.name} {accumulation}{' fused' if fused else ''}"] = digest(*carriers, output)
     return found
 

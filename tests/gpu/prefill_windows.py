@@ -168,7 +168,9 @@ def without_padding(window: dict[str, Any]) -> dict[str, Any]:
 
 def poisoned_pools(group: Group) -> list[torch.Tensor]:
     """A pool for every rank, of a larger key in every place than any candidate has."""
-    return [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    return [
+        torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for indexer in group.indexers
+    ]
 
 
 def run_step(
@@ -181,14 +183,14 @@ def run_step(
     """A prefill step in windows of ``tokens``: the owners' outputs side by side, and every rank's carrier."""
     total = len(problem.index_q)
     carriers = []
-    for plan, scratch, pool in zip(group.plans, scratches, pools or [None] * len(group.plans), strict=True):
-        keys = problem.shard(plan.rank)
-        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+    for indexer, scratch, pool in zip(group.indexers, scratches, pools or [None] * len(group.indexers), strict=True):
+        keys = problem.shard(indexer.rank)
+        carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
         carriers.append(carrier[:, :total])
-        run_local_prefill(plan, problem, keys, scratch, carrier, tokens, pool)
+        run_local_prefill(indexer, problem, keys, scratch, carrier, tokens, pool)
     outputs = []
-    for plan in group.plans:
-        output = torch.full((total, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
-        plan.prefill_merge(exchange(carriers, plan), problem.num_valid_pages, output)
+    for indexer in group.indexers:
+        output = torch.full((total, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+        indexer.prefill_merge(exchange(carriers, indexer), problem.num_valid_pages, output)
         outputs.append(output)
     return torch.cat(outputs, dim=1), carriers

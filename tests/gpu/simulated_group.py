@@ -27,7 +27,7 @@ class Group:
     """All ranks of a tensor-parallel group, simulated on one device."""
 
     layout: Layout
-    plans: list[MSAIcpIndexerPlan]
+    indexers: list[MSAIcpIndexerPlan]
     comms: list[MSAIcpComm]
 
     @classmethod
@@ -44,7 +44,7 @@ class Group:
         **limits: Any,
     ) -> Group:
         """Plans and storage of every rank, on one device unless there are more; ``tokens`` is the capacity."""
-        plans = group_indexers(
+        indexers = group_indexers(
             layout,
             devices or ["cuda"],
             init_blocks=init_blocks,
@@ -57,41 +57,41 @@ class Group:
             backend=backend,
             **{"max_num_batched_tokens": 8192, **limits},
         )
-        return cls(layout, plans, local_comm(plans))
+        return cls(layout, indexers, local_comm(indexers))
 
     def scores(self, tokens: int) -> list[torch.Tensor]:
         """Poisoned score planes, one a rank."""
-        columns = self.plans[0].decode_score_columns
-        return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.plans]
+        columns = self.indexers[0].decode_score_columns
+        return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.indexers]
 
     def outputs(self, tokens: int) -> list[torch.Tensor]:
         """Poisoned outputs, one a rank."""
         return [
-            torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
-            for plan in self.plans
+            torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+            for indexer in self.indexers
         ]
 
     def inputs(self, problem: DecodeProblem) -> list[list[torch.Tensor]]:
         """What each rank decodes, on its device: query, keys, block table, lengths and valid blocks."""
         return [
             [
-                tensor.to(plan.device)
+                tensor.to(indexer.device)
                 for tensor in (
                     problem.index_q,
-                    problem.shard(plan.rank),
+                    problem.shard(indexer.rank),
                     problem.block_table,
                     problem.seq_lens,
                     problem.num_valid_pages,
                 )
             ]
-            for plan in self.plans
+            for indexer in self.indexers
         ]
 
     def publish(
         self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **form: Any
     ) -> None:
         """One rank's publish; ``form`` is the slot set, the form of the rows, and with no ``scores`` the pool."""
-        self.plans[rank].decode_publish(
+        self.indexers[rank].decode_publish(
             problem.index_q,
             shard,
             problem.block_table,
@@ -105,7 +105,7 @@ class Group:
 
     def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **form: Any) -> None:
         """One rank's merge; ``form`` is the slot set and the form of the rows."""
-        self.plans[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **form)
+        self.indexers[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **form)
 
     def decode(
         self,

@@ -55,7 +55,7 @@ class Serving:
         self.group = Group.make(
             layout, tokens=len(self.decode_valid) + 3, max_model_len=self.window.LONGEST, backend=backend
         )
-        self.plan = self.group.plans[0]
+        self.indexer = self.group.indexers[0]
         self.peers = range(1, layout.world_size)
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.pages = [random_e4m3(self.decode.pages.shape, self.generator) for _ in range(LAYERS)]
@@ -65,11 +65,13 @@ class Serving:
         self.planes = self.group.scores(len(self.decode_valid))
         self.decode_output, *self.peer_outputs = self.group.outputs(len(self.decode_valid))
         int32 = {"dtype": torch.int32, "device": "cuda"}
-        hpr, tokens = self.plan.heads_per_rank, self.window.TOKENS
-        self.carriers = [torch.full((NUM_HEADS, tokens, ROW_WORDS), -7, **int32) for _ in self.group.plans]
+        hpr, tokens = self.indexer.heads_per_rank, self.window.TOKENS
+        self.carriers = [torch.full((NUM_HEADS, tokens, ROW_WORDS), -7, **int32) for _ in self.group.indexers]
         self.received = torch.full((layout.world_size, hpr, tokens, ROW_WORDS), -7, **int32)
         self.prefill_output = torch.full((tokens, hpr, TOP_K), -7, **int32)
-        self.scratches = [torch.empty(plan.prefill_scratch_shape(), device="cuda") for plan in self.group.plans]
+        self.scratches = [
+            torch.empty(indexer.prefill_scratch_shape(), device="cuda") for indexer in self.group.indexers
+        ]
         self.uses = 0
 
     def advance(self) -> None:
@@ -79,14 +81,14 @@ class Serving:
         self.decode_valid.copy_(self.current.num_valid_pages)
         self.segments = self.window.change()
         self.plans = [
-            plan.prefill_window_plan(0, *self.window.inputs, **self.window.bounds) for plan in self.group.plans
+            indexer.prefill_window_plan(0, *self.window.inputs, **self.window.bounds) for indexer in self.group.indexers
         ]
 
     def begin(self, graphs: Any) -> MSAIcpGraphStep:
         """Prepare rank 0's parts and begin a step of theirs."""
         arguments: dict[str, Any] = {}
         if self.has_decode:
-            decode = self.plan.prepare_decode_step(
+            decode = self.indexer.prepare_decode_step(
                 self.decode.block_table,
                 self.lengths,
                 self.decode_valid,
@@ -99,7 +101,7 @@ class Serving:
             arguments |= {"decode": decode, "decode_tokens": decode.tokens}
         if self.has_prefill:
             window = (0, self.window.TOKENS, self.window.base.block_table, self.plans[0])
-            prefill = self.plan.prepare_prefill_step(
+            prefill = self.indexer.prepare_prefill_step(
                 [window],
                 self.scratches[0],
                 self.window.num_valid_pages,
@@ -112,10 +114,10 @@ class Serving:
 
     def exchange(self) -> None:
         """What the all-to-all brings to rank 0."""
-        self.received.copy_(exchange(self.carriers, self.plan))
+        self.received.copy_(exchange(self.carriers, self.indexer))
 
     def local(self, rank: int, layer: int, query: torch.Tensor) -> None:
-        self.group.plans[rank].prefill_local(
+        self.group.indexers[rank].prefill_local(
             query[self.decode_tokens :],
             self.keys[rank][layer],
             self.window.base.block_table,
@@ -129,7 +131,7 @@ class Serving:
         """Rank 0's layer by the facade's own calls."""
         if self.has_decode:
             problem = replace(self.current, index_q=query[: self.decode_tokens])
-            self.plan.decode(
+            self.indexer.decode(
                 problem.index_q,
                 self.keys[0][layer],
                 self.decode.block_table,
@@ -145,7 +147,7 @@ class Serving:
         if self.has_prefill:
             self.local(0, layer, query)
             self.exchange()
-            self.plan.prefill_merge(self.received, self.window.num_valid_pages, self.prefill_output)
+            self.indexer.prefill_merge(self.received, self.window.num_valid_pages, self.prefill_output)
 
     def layer(self, layer: int, query: torch.Tensor, run: Callable[[int], None]) -> list[torch.Tensor]:
         """One layer of every rank, rank 0's by ``run``, given its slot; returns rank 0's outputs."""
@@ -172,7 +174,7 @@ class Serving:
 
     def check(self, layer: int, query: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """Compare rank 0's outputs with the brute force over unsharded keys."""
-        heads = slice(0, self.plan.heads_per_rank)
+        heads = slice(0, self.indexer.heads_per_rank)
         rows = slice(0, self.decode_tokens), slice(self.decode_tokens, None)
         found: list[tuple[Any, Any, float]] = []
         if self.has_decode:
@@ -221,7 +223,7 @@ def counts(graphs: Any) -> tuple[int, int, int, int]:
 def test_graphs_equal_eager_calls(layout: Layout, form: str) -> None:
     """Queries, lengths and segments differ from replay to replay."""
     serving = Serving(layout, form)
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     run_steps(serving, graphs, STEPS)
     assert counts(graphs) == (LAYERS, LAYERS, (STEPS - 2) * LAYERS, 0)
 
@@ -229,7 +231,7 @@ def test_graphs_equal_eager_calls(layout: Layout, form: str) -> None:
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default-stream", "side-stream"])
 def test_queries_written_in_place_and_any_stream(side_stream: bool) -> None:
     serving = Serving(LAYOUTS["p128_tp4"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream() if side_stream else None
     with torch.cuda.stream(stream):
@@ -241,7 +243,7 @@ def test_queries_written_in_place_and_any_stream(side_stream: bool) -> None:
 def test_keys_that_take_turns_share_the_places() -> None:
     """Graphs that made room, and ``clear``, give their memory back while others go on."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
     first = serving.prefill_output
     second = torch.empty_like(first)
     for number, output in enumerate((first, first, second, second, first, first)):
@@ -256,7 +258,7 @@ def test_keys_that_take_turns_share_the_places() -> None:
 
 def test_replays_allocate_nothing() -> None:
     serving = Serving(LAYOUTS["p256_tp2"], "prefill")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 2)
     serving.advance()
     step, query = serving.begin(graphs), serving.query()
@@ -271,7 +273,7 @@ def test_replays_allocate_nothing() -> None:
 def test_a_caller_that_captures_gets_the_launches() -> None:
     """Layers become part of the caller's graph, whether they have graphs of their own or not."""
     serving = Serving(LAYOUTS["p128_tp2"], "prefill")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 2)
     serving.advance()
     step, query = serving.begin(graphs), serving.query()
@@ -289,7 +291,7 @@ def test_a_caller_that_captures_gets_the_launches() -> None:
 def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
     """An exchange that raises, or that does what a capture forbids: its exception comes through, and steps go on."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     right = serving.exchange
 
     def wrong() -> None:
@@ -317,6 +319,6 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
 def test_the_torch_backend_runs_eagerly() -> None:
     """It synchronizes, which a capture forbids."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged", backend="torch")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 1)
     assert counts(graphs) == (LAYERS, 0, 0, 0)

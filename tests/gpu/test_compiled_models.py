@@ -58,9 +58,9 @@ class Decoder(torch.nn.Module):
         self.group, self.layers, self.tagged = group, layers, tagged
         self.shards = [problem.shard(rank) for rank in range(group.layout.world_size)]
         self.scores = group.scores(len(problem.index_q))
-        custom_ops.mark_static(*group.plans, *group.comms, *self.shards, *self.scores)
-        for plan, comm in zip(group.plans, group.comms, strict=True):
-            plan.check_comm(comm)
+        custom_ops.mark_static(*group.indexers, *group.comms, *self.shards, *self.scores)
+        for indexer, comm in zip(group.indexers, group.comms, strict=True):
+            indexer.check_comm(comm)
 
     def forward(
         self,
@@ -75,8 +75,8 @@ class Decoder(torch.nn.Module):
         for layer in range(self.layers):
             index_q = (hidden if layer % 2 == 0 else -hidden).to(torch.float8_e4m3fn)
             form: dict[str, Any] = {"slot": (first_slot + layer) % 3, "tagged": self.tagged}
-            for rank, plan in enumerate(self.group.plans):
-                plan.decode_publish(
+            for rank, indexer in enumerate(self.group.indexers):
+                indexer.decode_publish(
                     index_q,
                     self.shards[rank],
                     block_table,
@@ -88,9 +88,11 @@ class Decoder(torch.nn.Module):
                     **form,
                 )
             outputs = []
-            for rank, plan in enumerate(self.group.plans):
-                output = torch.empty(len(hidden), plan.heads_per_rank, TOP_K, dtype=torch.int32, device=hidden.device)
-                plan.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **form)
+            for rank, indexer in enumerate(self.group.indexers):
+                output = torch.empty(
+                    len(hidden), indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=hidden.device
+                )
+                indexer.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **form)
                 outputs.append(output)
             selected.append(torch.cat(outputs, dim=1))
         return selected
@@ -147,20 +149,20 @@ def test_prefill_layer(layout: Layout, replays: list[int]) -> None:
     group = Group.make(layout, tokens=16, max_model_len=4096)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     segments, bounds, valid = problem.segments, problem.bounds, problem.num_valid_pages
-    scratch = torch.empty(group.plans[0].prefill_scratch_shape(), device="cuda")
-    windows = [plan.prefill_window_plan(0, *segments, **bounds) for plan in group.plans]
-    custom_ops.mark_static(*group.plans, *windows, *shards, scratch)
+    scratch = torch.empty(group.indexers[0].prefill_scratch_shape(), device="cuda")
+    windows = [indexer.prefill_window_plan(0, *segments, **bounds) for indexer in group.indexers]
+    custom_ops.mark_static(*group.indexers, *windows, *shards, scratch)
 
     def layer(index_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         carriers = []
-        for plan, shard, window in zip(group.plans, shards, windows, strict=True):
+        for indexer, shard, window in zip(group.indexers, shards, windows, strict=True):
             carrier = torch.empty(NUM_HEADS, len(index_q), ROW_WORDS, dtype=torch.int32, device="cuda")
-            plan.prefill_local(index_q, shard, problem.block_table, window, scratch, valid, carrier)
+            indexer.prefill_local(index_q, shard, problem.block_table, window, scratch, valid, carrier)
             carriers.append(carrier)
         merged = []
-        for plan in group.plans:
-            output = torch.empty(len(index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
-            plan.prefill_merge(exchange(carriers, plan), valid, output)
+        for indexer in group.indexers:
+            output = torch.empty(len(index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+            indexer.prefill_merge(exchange(carriers, indexer), valid, output)
             merged.append(output)
         return torch.cat(merged, dim=1), *carriers
 
@@ -219,7 +221,7 @@ def test_planner_and_fused_functions(layout: Layout) -> None:
 def test_opcheck_on_the_device(layout: Layout) -> None:
     """The operator that publishes tagged rows passes torch's checks with memory of the GPU."""
     group = Group.make(layout, tokens=8, max_model_len=4096)
-    comm, plan = group.comms[0], group.plans[0]
+    comm, indexer = group.comms[0], group.indexers[0]
     arguments = (
         torch.randn(8, NUM_HEADS, 32, device="cuda"),
         torch.full((8,), 20, dtype=torch.int32, device="cuda"),
@@ -230,7 +232,7 @@ def test_opcheck_on_the_device(layout: Layout) -> None:
         "slot": 1,
         "rank": 0,
         "world_size": layout.world_size,
-        "heads_per_rank": plan.heads_per_rank,
+        "heads_per_rank": indexer.heads_per_rank,
         "capacity": 8,
         "force_begin_blocks": 1,
         "force_end_blocks": 2,

@@ -228,7 +228,7 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
         current = problems[step % len(problems)]
         for rank in others:
             group.publish(rank, current, shards[rank], scores[rank], **form)
-        group.plans[last].decode(
+        group.indexers[last].decode(
             current.index_q,
             shards[last],
             current.block_table,
@@ -258,8 +258,8 @@ def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, 
     expected = [brute_force_top16(each, init_blocks=1, local_blocks=2) for each in problems]
     tokens = len(problem.index_q)
     group = Group.make(layout, tokens=tokens + 3, max_model_len=max(lengths))
-    for plan in group.plans:
-        plan.warmup()
+    for indexer in group.indexers:
+        indexer.warmup()
     scores = group.scores(tokens)
     outputs = [group.outputs(tokens) for _ in range(layers)]
 

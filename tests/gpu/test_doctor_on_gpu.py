@@ -24,11 +24,12 @@ ROOT = Path(flashinfer_msa.__file__).resolve().parent.parent
 LOSE_RANK_1 = """
 import sys
 sys.path[:] = {path!r}
-from flashinfer_msa.cli import doctor, simulate
-from flashinfer_msa.indexer import MSAIcpIndexerPlan as Plan
-prepare, publish = simulate.prepare_msa_icp_indexer, Plan.decode_publish
-simulate.prepare_msa_icp_indexer = lambda **limits: prepare(**limits, spin_limit=100000)
-Plan.decode_publish = lambda self, *args, **form: self.rank == 1 or publish(self, *args, **form)
+from flashinfer_msa.cli import doctor
+from flashinfer_msa.indexer import MSAIcpIndexerPlan as Indexer
+from flashinfer_msa.testing import problems
+prepare, publish = problems.prepare_msa_icp_indexer, Indexer.decode_publish
+problems.prepare_msa_icp_indexer = lambda **limits: prepare(**limits, spin_limit=100000)
+Indexer.decode_publish = lambda self, *args, **options: self.rank == 1 or publish(self, *args, **options)
 doctor.run_task({results!r}, *{task!r})
 """
 

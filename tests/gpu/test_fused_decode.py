@@ -68,15 +68,15 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
     first, last = (1, 2) if query_len % 2 else (16, 0)
     group = Group.make(layout, tokens=tokens + 1, max_model_len=1 << 20, init_blocks=first, local_blocks=last)
     rank = query_len % layout.world_size
-    plan, keys = group.plans[rank], problem.shard(rank)
-    scores = torch.full((tokens, NUM_HEADS, plan.decode_score_columns), POISON, device="cuda")
+    indexer, keys = group.indexers[rank], problem.shard(rank)
+    scores = torch.full((tokens, NUM_HEADS, indexer.decode_score_columns), POISON, device="cuda")
     received = []
     for pool in (None, poisoned_pool(tokens + 1)):
-        comms = local_comm(group.plans)
+        comms = local_comm(group.indexers)
         for slot in (1, 2):  # the second finds what the first has left in the pool
             for comm in comms:
                 comm.recv.zero_()
-            plan.decode_publish(
+            indexer.decode_publish(
                 problem.index_q,
                 keys,
                 problem.block_table,
@@ -98,12 +98,12 @@ def test_the_function_equals_the_facade(layout: Layout) -> None:
     """`msa_icp_decode_score_publish` alone, in both row forms."""
     problem = DecodeProblem.random(layout, seq_lens=lengths(5, 2000, 3), decode_query_len=2, device="cuda")
     group = Group.make(layout, tokens=10, max_model_len=2048)
-    plan, keys = group.plans[1], problem.shard(1)
+    indexer, keys = group.indexers[1], problem.shard(1)
     pool = poisoned_pool(10)
     for tagged in (False, True):
-        comms = [local_comm(group.plans) for _ in range(2)]
+        comms = [local_comm(group.indexers) for _ in range(2)]
         ours = comms[0][1]
-        plan.decode_publish(
+        indexer.decode_publish(
             problem.index_q,
             keys,
             problem.block_table,

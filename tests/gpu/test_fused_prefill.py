@@ -244,7 +244,7 @@ def test_output_equals_unsharded_top16(
         accumulation="exact",
     )
     total = len(problem.index_q)
-    nothing = [None for _ in group.plans]
+    nothing = [None for _ in group.indexers]
     pools = poisoned_pools(group)
     output, _ = run_step(group, problem, total, nothing, pools)
     expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
@@ -261,9 +261,9 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: st
     group = Group.make(layout, tokens=1, max_model_len=1 << 23, accumulation=accumulation)
     total = len(problem.index_q)
     pitch = -(-problem.block_table.shape[1] // 16) * 16
-    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
     want = run_step(group, problem, total, scratches)
-    nothing = [None for _ in group.plans]
+    nothing = [None for _ in group.indexers]
     pools = poisoned_pools(group)
     for tokens in (total, 128, 100):
         got = run_step(group, problem, tokens, nothing, pools)
@@ -276,19 +276,19 @@ def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
     """Plan and fused chain are captured once, and replayed for segments of other lengths within the bounds."""
     held = ChangingWindow(layout, seed=1)
     group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
-    plan, pool, carrier = group.plans[1], poisoned_pools(group)[1], Carrier(held.TOKENS)
-    query, keys, table = held.base.index_q, held.base.shard(plan.rank), held.base.block_table
+    indexer, pool, carrier = group.indexers[1], poisoned_pools(group)[1], Carrier(held.TOKENS)
+    query, keys, table = held.base.index_q, held.base.shard(indexer.rank), held.base.block_table
 
     def step() -> None:
-        window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
-        plan.prefill_local(query, keys, table, window, None, held.num_valid_pages, carrier.view, pool=pool)
+        window = indexer.prefill_window_plan(0, *held.inputs, **held.bounds)
+        indexer.prefill_local(query, keys, table, window, None, held.num_valid_pages, carrier.view, pool=pool)
 
     graph = capture(step)
     for _ in range(4):
         problem = held.change()
         carrier.storage.fill_(-777)
         graph.replay()
-        want = separate(problem, make_plan(problem, **held.bounds), keys, plan.rank)
+        want = separate(problem, make_plan(problem, **held.bounds), keys, indexer.rank)
         assert_equal(carrier.storage, want, "carrier")
 
 
@@ -334,5 +334,5 @@ def test_only_near_ties_differ_from_the_brute_force(layout: Layout) -> None:
     for accumulation, error in (("tensor", TENSOR_CORE_ERROR), ("exact", FP32_WORST)):
         group = Group.make(layout, tokens=1, max_model_len=5000, accumulation=accumulation)
         pools = poisoned_pools(group)
-        output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.plans], pools)
+        output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.indexers], pools)
         assert compare(output, expected, near_tie=2 * error).wrong == 0, accumulation

@@ -117,19 +117,19 @@ def test_two_ranks_a_gpu_in_one_process(
     tokens = len(problem.index_q)
     devices = [torch.device("cuda", rank // 2) for rank in range(4)]
     group = Group.make(LAYOUTS[name], tokens=tokens, max_model_len=20001, devices=devices)
-    members = list(zip(group.plans, group.comms, strict=True))
+    members = list(zip(group.indexers, group.comms, strict=True))
     inputs = group.inputs(problem)
     counts = Comparison()
     for use, (tagged, chain) in enumerate(itertools.product((False, True), CHAINS)):
         form = {"slot": use % 3, "tagged": tagged}
-        for (plan, comm), arguments in zip(members, inputs, strict=True):
-            scores, _ = checks.planes(plan, tokens)
-            pool = checks.decode_pool(plan) if chain == "fused" else None
-            plan.decode_publish(*arguments, scores, comm=comm, decode_query_len=query_len, pool=pool, **form)
+        for (indexer, comm), arguments in zip(members, inputs, strict=True):
+            scores, _ = checks.planes(indexer, tokens)
+            pool = checks.decode_pool(indexer) if chain == "fused" else None
+            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=query_len, pool=pool, **form)
         outputs = []
-        for (plan, comm), arguments in zip(members, inputs, strict=True):
-            output = torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=plan.device)
-            plan.decode_merge(arguments[-1], output, comm=comm, **form)
+        for (indexer, comm), arguments in zip(members, inputs, strict=True):
+            output = torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
+            indexer.decode_merge(arguments[-1], output, comm=comm, **form)
             outputs.append(output.to("cuda:0"))
         counts = counts.plus(compare(torch.cat(outputs, dim=1), expected))
     record_property("near_ties", counts.near_ties)

@@ -362,19 +362,19 @@ def test_output_equals_unsharded_top16(
         local_blocks=local_blocks,
     )
     total = len(problem.index_q)
-    pitch = group.plans[0].prefill_scratch_shape()[2]
-    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+    pitch = group.indexers[0].prefill_scratch_shape()[2]
+    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
     output, carriers = run_step(group, problem, total, scratches)
-    for plan, scratch, carrier in zip(group.plans, scratches, carriers, strict=True):
+    for indexer, scratch, carrier in zip(group.indexers, scratches, carriers, strict=True):
         want = reference.select_rows(
             scratch,
             problem.num_valid_pages,
             force_begin_blocks=init_blocks,
             force_end_blocks=local_blocks,
-            index_scale=plan.index_scale,
-            index_offset=plan.index_offset,
+            index_scale=indexer.index_scale,
+            index_offset=indexer.index_offset,
         )
-        assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {plan.rank}")
+        assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {indexer.rank}")
         assert (carrier[..., -1] == 1).all()
     expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * TENSOR_CORE_ERROR)
@@ -391,7 +391,7 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
     pitch = -(-problem.block_table.shape[1] // 16) * 16
     outputs = []
     for tokens in (total, 128, 100):
-        scratches = [torch.full((tokens + 7, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+        scratches = [torch.full((tokens + 7, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
         outputs.append(run_step(group, problem, tokens, scratches)[0])
     for output in outputs[1:]:
         assert_equal(output, outputs[0], "output")
@@ -403,16 +403,16 @@ def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
     tokens, base, valid = held.TOKENS, held.base, held.num_valid_pages
     group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
     shards = [base.shard(rank) for rank in range(layout.world_size)]
-    scratch = torch.empty(group.plans[0].prefill_scratch_shape(), device="cuda")
-    carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.plans]
-    outputs = [torch.empty(tokens, p.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda") for p in group.plans]
+    scratch = torch.empty(group.indexers[0].prefill_scratch_shape(), device="cuda")
+    carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.indexers]
+    outputs = [torch.empty(tokens, p.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda") for p in group.indexers]
 
     def step() -> None:
-        for plan, shard, carrier in zip(group.plans, shards, carriers, strict=True):
-            window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
-            plan.prefill_local(base.index_q, shard, base.block_table, window, scratch, valid, carrier)
-        for plan, output in zip(group.plans, outputs, strict=True):
-            plan.prefill_merge(exchange(carriers, plan), valid, output)
+        for indexer, shard, carrier in zip(group.indexers, shards, carriers, strict=True):
+            window = indexer.prefill_window_plan(0, *held.inputs, **held.bounds)
+            indexer.prefill_local(base.index_q, shard, base.block_table, window, scratch, valid, carrier)
+        for indexer, output in zip(group.indexers, outputs, strict=True):
+            indexer.prefill_merge(exchange(carriers, indexer), valid, output)
 
     graph = capture(step)
     for _ in range(4):

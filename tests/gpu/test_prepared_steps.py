@@ -58,7 +58,7 @@ class DecodeRanks:
         self.outputs = self.group.outputs(tokens)
         pool = torch.empty(msa_icp_decode_pool_bytes(max_decode_tokens=tokens), dtype=torch.uint8, device="cuda")
         self.steps: list[MSAIcpDecodeStep] = [
-            plan.prepare_decode_step(
+            indexer.prepare_decode_step(
                 self.problem.block_table,
                 self.problem.seq_lens,
                 self.problem.num_valid_pages,
@@ -70,8 +70,8 @@ class DecodeRanks:
                 pool=pool if fused else None,
                 **form,
             )
-            for plan, comm, output, scores in zip(
-                self.group.plans, self.group.comms, self.outputs, self.group.scores(tokens), strict=True
+            for indexer, comm, output, scores in zip(
+                self.group.indexers, self.group.comms, self.outputs, self.group.scores(tokens), strict=True
             )
         ]
 
@@ -115,8 +115,8 @@ def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, form: st
 def test_decode_steps_are_captured(layout: Layout, query_len: int) -> None:
     """A graph of three layers of prepared steps, replayed."""
     ranks = DecodeRanks(layout, query_len=query_len, tagged=True)
-    for plan in ranks.group.plans:
-        plan.warmup()
+    for indexer in ranks.group.indexers:
+        indexer.warmup()
     outputs = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,22 +191,22 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
     tokens = len(problem.index_q)
     layers = layers_of(problem, 3)
     sends, received, outputs, steps = [], [], [], []
-    for plan in group.plans:
-        plan.warmup()
-        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+    for indexer in group.indexers:
+        indexer.warmup()
+        carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
         sends.append(carrier[:, :tokens])
-        shape = (plan.world_size, plan.heads_per_rank, tokens, ROW_WORDS)
+        shape = (indexer.world_size, indexer.heads_per_rank, tokens, ROW_WORDS)
         received.append(torch.full(shape, -777, dtype=torch.int32, device="cuda"))
-        outputs.append(torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda"))
+        outputs.append(torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda"))
         windows, start = [], 0
         for number, part in enumerate(problem.windows(96)):
-            window_plan = plan.prefill_window_plan(number, *part.segments, **part.bounds)
+            window_plan = indexer.prefill_window_plan(number, *part.segments, **part.bounds)
             windows.append((start, start + len(part.index_q), part.block_table, window_plan))
             start += len(part.index_q)
-        scratch = torch.full(plan.prefill_scratch_shape(1500), -777.0, device="cuda")
-        pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
+        scratch = torch.full(indexer.prefill_scratch_shape(1500), -777.0, device="cuda")
+        pool = torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
         steps.append(
-            plan.prepare_prefill_step(
+            indexer.prepare_prefill_step(
                 windows,
                 None if form == "pooled" else scratch,
                 problem.num_valid_pages,
@@ -222,12 +222,12 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
     def run(layer: Any, shards: list[torch.Tensor]) -> None:
         for step, keys in zip(steps, shards, strict=True):
             step.local(layer.index_q, keys)
-        for plan, step, into in zip(group.plans, steps, received, strict=True):
-            into.copy_(exchange(sends, plan))
+        for indexer, step, into in zip(group.indexers, steps, received, strict=True):
+            into.copy_(exchange(sends, indexer))
             step.merge()
 
     for layer in layers:
-        shards = [layer.shard(plan.rank) for plan in group.plans]
+        shards = [layer.shard(indexer.rank) for indexer in group.indexers]
         for buffer in (*sends, *received, *outputs):
             buffer.fill_(-777)
         if form == "captured":

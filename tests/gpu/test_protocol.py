@@ -32,7 +32,7 @@ def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) 
     history = []
     for step in range(STEPS):
         distance = (column - start - 7 * step) % columns
-        for rank, (plan, comm) in enumerate(zip(group.plans, group.comms, strict=True)):
+        for rank, (indexer, comm) in enumerate(zip(group.indexers, group.comms, strict=True)):
             mine = torch.where(distance % world_size == rank, -distance, -1000 - distance).float()
             msa_ops.msa_icp_topk_select_publish(
                 mine,
@@ -42,16 +42,16 @@ def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) 
                 slot=step % 3,
                 rank=rank,
                 world_size=world_size,
-                heads_per_rank=plan.heads_per_rank,
+                heads_per_rank=indexer.heads_per_rank,
                 capacity=tokens,
                 force_begin_blocks=0,
                 force_end_blocks=0,
                 generations=comm.publish_generations if tagged else None,
             )
         outputs = []
-        for plan, comm in zip(group.plans, group.comms, strict=True):
-            output = torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
-            plan.decode_merge(valid, output, comm=comm, slot=step % 3, tagged=tagged)
+        for indexer, comm in zip(group.indexers, group.comms, strict=True):
+            output = torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+            indexer.decode_merge(valid, output, comm=comm, slot=step % 3, tagged=tagged)
             outputs.append(output)
         chosen = torch.zeros(tokens, NUM_HEADS, columns, dtype=torch.bool, device="cuda")
         chosen.scatter_(2, torch.cat(outputs, dim=1).long(), True)
@@ -97,26 +97,26 @@ def run_alone(body: str, limit: str = "spin_limit=5000", timeout: float = 120) -
         import flashinfer_msa
         from flashinfer_msa import msa_ops
         from flashinfer_msa.comm import local_comm
-        plans = [
+        indexers = [
             msa_ops.prepare_msa_icp_indexer(
                 world_size=2, rank=r, num_index_heads=4, page_size=128, init_blocks=0, local_blocks=1,
                 max_decode_tokens=4, max_decode_query_len=1, max_num_batched_tokens=64, max_num_seqs=4,
                 max_model_len=2048, num_sparse_layers=3, device="cuda", LIMIT)
             for r in range(2)
         ]
-        comms = local_comm(plans)
+        comms = local_comm(indexers)
         q = torch.zeros(4, 4, 128, device="cuda").to(torch.float8_e4m3fn)
         k = torch.zeros(64, 64, 128, device="cuda").to(torch.float8_e4m3fn)
         table = torch.zeros(4, 16, dtype=torch.int32, device="cuda")
         lens = torch.full((4,), 2048, dtype=torch.int32, device="cuda")
         valid = torch.full((4,), 16, dtype=torch.int32, device="cuda")
-        scores = torch.zeros(plans[0].decode_scores_shape(), device="cuda")
+        scores = torch.zeros(indexers[0].decode_scores_shape(), device="cuda")
         output = torch.zeros(4, 2, 16, dtype=torch.int32, device="cuda")
         def publish(rank, slot, tagged):
-            plans[rank].decode_publish(q, k, table, lens, valid, scores, comm=comms[rank], slot=slot, tagged=tagged,
+            indexers[rank].decode_publish(q, k, table, lens, valid, scores, comm=comms[rank], slot=slot, tagged=tagged,
                                        decode_query_len=1)
         def merge(rank, slot, tagged):
-            plans[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
+            indexers[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
     """
     code = textwrap.dedent(prelude).replace("LIMIT", limit) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
@@ -205,7 +205,7 @@ def test_capture_without_warmup_is_refused() -> None:
                 publish(0, 0, True)
         except RuntimeError as error:
             print(error)
-        plans[0].warmup()
+        indexers[0].warmup()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             publish(0, 0, True)
@@ -232,13 +232,13 @@ def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -
     inputs = group.inputs(problem)
     for step in range(6):
         form = {"slot": step % 3, "tagged": tagged}
-        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
-            scores = torch.full(plan.decode_scores_shape(), POISON, device=plan.device)
-            plan.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **form)
+        for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
+            scores = torch.full(indexer.decode_scores_shape(), POISON, device=indexer.device)
+            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **form)
         outputs = []
-        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
-            output = torch.full((9, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=plan.device)
-            plan.decode_merge(arguments[-1], output, comm=comm, **form)
+        for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
+            output = torch.full((9, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
+            indexer.decode_merge(arguments[-1], output, comm=comm, **form)
             outputs.append(output)
         counts = compare(torch.cat([output.to("cuda:0") for output in outputs], dim=1), expected)
         assert counts.wrong == 0, (step, counts)
@@ -251,4 +251,4 @@ def test_tensors_of_two_gpus_are_refused() -> None:
     valid = torch.full((4,), 16, dtype=torch.int32, device="cuda:0")
     output = torch.zeros(4, 2, TOP_K, dtype=torch.int32, device="cuda:1")
     with pytest.raises(ValueError, match=r"output must be on cuda:0 like the indexer, was on cuda:1"):
-        group.plans[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)
+        group.indexers[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)

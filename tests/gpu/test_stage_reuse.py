@@ -7,8 +7,8 @@ import pytest
 from reuse_checks import QUERIES, Repeats, decode_mismatches, prefill_mismatches
 from simulated_group import SMALL
 
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import Layout
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
 
 # A sanitizer sees the same kernels launched by eager code.
 WAYS = [False] if SMALL else [False, True]
