@@ -48,7 +48,7 @@ SEQ_LENS = ((2300, 0, 130), (900, 4100, 5), (3000,), (1, 2047, 2048), (257, 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Where the ranks run, and by what memory they reach one another."""
 
     device: str = "cpu"
@@ -176,12 +176,12 @@ def decode_layers(sides: Sequence[Rank], tagged: bool, layers: int = LAYERS) -> 
         assert int(side.comm.errors) == 0
 
 
-def decode(rank: int, layout: str, tagged: bool, place: Place) -> None:
+def decode(rank: int, layout: str, tagged: bool, setup: Setup) -> None:
     """Many layers of decode equal the brute force, and the storage is as the layout says."""
-    indexer = place.indexer(rank, LAYOUTS[layout])
-    with place.comm(indexer) as comm:
+    indexer = setup.indexer(rank, LAYOUTS[layout])
+    with setup.comm(indexer) as comm:
         indexer.check_comm(comm)
-        assert place.memory in ("auto", comm.memory) and not comm.closed
+        assert setup.memory in ("auto", comm.memory) and not comm.closed
         assert comm.recv_bases.tolist()[rank] == comm.recv.data_ptr()
         assert comm.tagged_recv_bases.tolist()[rank] == comm.tagged_recv.data_ptr()
         bases = [storage.data_ptr() for storage in comm.storages]
@@ -190,18 +190,18 @@ def decode(rank: int, layout: str, tagged: bool, place: Place) -> None:
             assert not tensor.any()
         dist.barrier()
         decode_layers([Rank(indexer, comm)], tagged)
-        # Whoever merges clears or counts; what the other form uses was never written.
+        # Whoever merges clears or counts; what the other row kind uses was never written.
         assert not (comm.recv if tagged else comm.tagged_recv).any()
         assert not comm.recv[..., -1].any()
 
 
-def late_rank(rank: int, place: Place) -> None:
+def late_rank(rank: int, setup: Setup) -> None:
     """A rank that comes late is waited for, at the allocation and at a layer."""
     layout = LAYOUTS[f"p128_tp{dist.get_world_size()}"]
-    indexer = place.indexer(rank, layout)
+    indexer = setup.indexer(rank, layout)
     late = rank == layout.world_size - 1
     time.sleep(0.5 * late)
-    with place.comm(indexer) as comm:
+    with setup.comm(indexer) as comm:
         side = Rank(indexer, comm)
         for tagged in (False, True):
             dist.barrier()
@@ -213,9 +213,9 @@ def late_rank(rank: int, place: Place) -> None:
 
 def legacy_publisher_waits(rank: int) -> None:
     """A legacy row that its owner has not released is waited for."""
-    place = Place()
-    indexer = place.indexer(rank, LAYOUTS["p128_tp2"])
-    with place.comm(indexer) as comm:
+    setup = Setup()
+    indexer = setup.indexer(rank, LAYOUTS["p128_tp2"])
+    with setup.comm(indexer) as comm:
         side = Rank(indexer, comm)
         side.publish(0, 1, False)
         dist.barrier()
@@ -229,12 +229,12 @@ def legacy_publisher_waits(rank: int) -> None:
 
 def waits_that_run_out(rank: int, tagged: bool) -> None:
     """A peer that does nothing ends a wait by polls or by seconds, in words, of the facade and of bare functions."""
-    place = Place()
-    form = "tagged" if tagged else "legacy"
-    row = rf"the {form} receive row 0 \(owned head 0\) of slot set 2"
+    setup = Setup()
+    row_kind = "tagged" if tagged else "legacy"
+    row = rf"the {row_kind} receive row 0 \(owned head 0\) of slot set 2"
     for limit, says in (({"wait_seconds": None, "spin_limit": 20}, "20 polls"), ({"wait_seconds": 0.3}, r"\d+ polls")):
-        indexer = place.indexer(rank, LAYOUTS["p256_tp2"], **limit)
-        with place.comm(indexer) as comm:
+        indexer = setup.indexer(rank, LAYOUTS["p256_tp2"], **limit)
+        with setup.comm(indexer) as comm:
             side = Rank(indexer, comm)
             if rank == 0:
                 begin = time.monotonic()
@@ -245,7 +245,9 @@ def waits_that_run_out(rank: int, tagged: bool) -> None:
                 valid = side.problems[0].num_valid_pages
                 recv = (comm.tagged_recv if tagged else comm.recv)[2]
                 expected = comm.expected_generations[2] if tagged else None
-                with refused(RuntimeError, rf"a rank waited 7 polls.* for rank 1 to publish the {form} receive row 0"):
+                with refused(
+                    RuntimeError, rf"a rank waited 7 polls.* for rank 1 to publish the {row_kind} receive row 0"
+                ):
                     msa_ops.msa_icp_merge_candidates(
                         recv,
                         valid,
@@ -278,14 +280,14 @@ def waits_that_run_out(rank: int, tagged: bool) -> None:
                     )
 
 
-def disagreement(rank: int, place: Place) -> None:
+def disagreement(rank: int, setup: Setup) -> None:
     """Ranks that differ are refused on every rank, by name and values, and the group still works."""
     world_size = dist.get_world_size()
     layout, other = LAYOUTS[f"p128_tp{world_size}"], LAYOUTS[f"p256_tp{world_size}"]
     odd = rank == 1
-    indexer = place.indexer(rank, layout)
+    indexer = setup.indexer(rank, layout)
 
-    def refuse(field: str, values: Sequence[Any], here: MSAIcpIndexerPlan, memory: str = place.memory) -> None:
+    def refuse(field: str, values: Sequence[Any], here: MSAIcpIndexerPlan, memory: str = setup.memory) -> None:
         every = [values[1] if r == 1 else values[0] for r in range(world_size)]
         each = ", ".join(f"{value!r} on rank {r}" for r, value in enumerate(every))
         with refused(ValueError, re.escape(f"{field} must be the same on every rank of the group, was {each}") + "$"):
@@ -298,25 +300,25 @@ def disagreement(rank: int, place: Place) -> None:
         "num_sparse_layers": (4, 5),
         "accumulation": ("tensor", "exact"),
     }.items():
-        refuse(field, values, place.indexer(rank, layout, **{field: values[odd]}))
-    refuse("page_size", (128, 256), place.indexer(rank, other if odd else layout))
+        refuse(field, values, setup.indexer(rank, layout, **{field: values[odd]}))
+    refuse("page_size", (128, 256), setup.indexer(rank, other if odd else layout))
     with mock.patch.object(flashinfer_msa.comm.group, "__version__", "0.0.1" if odd else "0.0.2"):
         refuse("version", ("0.0.2", "0.0.1"), indexer)
     with mock.patch.object(socket, "gethostname", lambda: "there" if odd else "here"):
         refuse("host", ("here", "there"), indexer)
-    if place.device == "cpu":
+    if setup.device == "cpu":
         with mock.patch.object(TorchBackend, "kernels_identity", lambda *_: "sm_90a" if odd else "sm_100a"):
             refuse("kernels", ("sm_100a", "sm_90a"), indexer)
-    explicit = "shared" if place.device == "cpu" else "ipc"
+    explicit = "shared" if setup.device == "cpu" else "ipc"
     refuse("memory", ("auto", explicit), indexer, memory=explicit if odd else "auto")
-    with place.comm(indexer) as comm:
+    with setup.comm(indexer) as comm:
         decode_layers([Rank(indexer, comm)], True, layers=3)
 
 
-def one_rank_fails(rank: int, place: Place) -> None:
+def one_rank_fails(rank: int, setup: Setup) -> None:
     """What fails on one rank raises on all, and leaves nothing behind."""
     layout = LAYOUTS[f"p128_tp{dist.get_world_size()}"]
-    indexer = place.indexer(rank, layout)
+    indexer = setup.indexer(rank, layout)
     odd = rank == 1
     elsewhere = "rank 1 of the group failed with "
 
@@ -325,24 +327,24 @@ def one_rank_fails(rank: int, place: Place) -> None:
         allocate_comm("none" if odd else indexer)
     says = rf"indexer\.rank must be the rank of this process in the group, 1, was {0}"
     with refused(ValueError, says if odd else f"{elsewhere}ValueError: {says}"):
-        place.comm(place.indexer(0, layout) if odd else indexer)
-    wrong = "ipc" if place.device == "cpu" else "shared"
+        setup.comm(setup.indexer(0, layout) if odd else indexer)
+    wrong = "ipc" if setup.device == "cpu" else "shared"
     says = rf"memory must be one of \('auto', .*\) on {indexer.device.type}.*, was '{wrong}'"
     with refused(ValueError, says if odd else f"{elsewhere}ValueError: memory must be one of"):
-        allocate_comm(indexer, memory=wrong if odd else place.memory)
-    if place.device == "cpu":
+        allocate_comm(indexer, memory=wrong if odd else setup.memory)
+    if setup.device == "cpu":
         full = OSError(errno.ENOSPC, "No space left on device")
         broken = mock.patch.object(os, "posix_fallocate", side_effect=full)
         says = r"the ranks cannot store into one another's memory \(shared: .*No space left"
         with broken if odd else contextlib.nullcontext(), refused(RuntimeError, says):
-            place.comm(indexer)
+            setup.comm(indexer)
         # A path that is another file elsewhere, as in containers of one name: refused, and not made.
         gone = mock.patch.object(os, "stat", side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
         with gone if odd else contextlib.nullcontext(), refused(RuntimeError, "the ranks cannot store .*No such file"):
-            place.comm(indexer)
+            setup.comm(indexer)
     dist.barrier()
     assert not left_behind()
-    with place.comm(indexer) as comm:
+    with setup.comm(indexer) as comm:
         decode_layers([Rank(indexer, comm)], False, layers=3)
 
 
@@ -356,15 +358,15 @@ def left_behind() -> list[Path]:
     return sorted(names)
 
 
-def wrong_group(rank: int, place: Place) -> None:
+def wrong_group(rank: int, setup: Setup) -> None:
     """A group that is not the ranks of the indexer is refused on every rank."""
     world_size = dist.get_world_size()
     other = 6 - world_size
-    indexer = place.indexer(rank % other, LAYOUTS[f"p128_tp{other}"])
+    indexer = setup.indexer(rank % other, LAYOUTS[f"p128_tp{other}"])
     says = rf"group must have the {other} ranks of indexer\.world_size, had {world_size}$"
     with refused(ValueError, says):
-        place.comm(indexer)
-    good = place.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
+        setup.comm(indexer)
+    good = setup.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
     one = dist.new_group([0])
     if rank == 0:
         with refused(ValueError, rf"group must have the {world_size} ranks of indexer\.world_size, had 1$"):
@@ -380,11 +382,11 @@ def wrong_group(rank: int, place: Place) -> None:
         allocate_comm(good, gone)
 
 
-def closing(rank: int, place: Place) -> None:
+def closing(rank: int, setup: Setup) -> None:
     """A closed comm is gone, waits for its peers, and can be made again; an exception does not wait."""
     layout = LAYOUTS[f"p256_tp{dist.get_world_size()}"]
-    indexer = place.indexer(rank, layout)
-    comm = place.comm(indexer)
+    indexer = setup.indexer(rank, layout)
+    comm = setup.comm(indexer)
     side = Rank(indexer, comm)
     decode_layers([side], True, layers=4)
     address = comm.recv.data_ptr()
@@ -401,7 +403,7 @@ def closing(rank: int, place: Place) -> None:
         with refused(ValueError, r"comm\.recv must be a tensor, was None$"):
             call()
 
-    with place.comm(indexer) as again:
+    with setup.comm(indexer) as again:
         assert not again.tagged_recv.any()
         decode_layers([Rank(indexer, again)], True, layers=4)
     assert again.closed
@@ -409,7 +411,7 @@ def closing(rank: int, place: Place) -> None:
     # Nobody waits for a rank that leaves by an exception.
     begin = time.monotonic()
     try:
-        with place.comm(indexer) as third:
+        with setup.comm(indexer) as third:
             time.sleep(0.3 * rank)
             raise KeyError(rank)
     except KeyError:
@@ -417,12 +419,12 @@ def closing(rank: int, place: Place) -> None:
     assert third.closed and time.monotonic() - begin < 5
     dist.barrier()
 
-    fourth = place.comm(indexer)
+    fourth = setup.comm(indexer)
     fourth.close(wait=False)
     dist.barrier()
 
     # From several threads at once it is closed once, though its peer comes late.
-    sixth = place.comm(indexer)
+    sixth = setup.comm(indexer)
     with ThreadPoolExecutor(3 if rank else 1) as threads:
         time.sleep(0.2 * late)
         for closed in [threads.submit(sixth.close) for _ in range(3)]:
@@ -430,19 +432,19 @@ def closing(rank: int, place: Place) -> None:
     dist.barrier()
 
     group = dist.new_group(list(range(layout.world_size)))
-    fifth = place.comm(indexer, group)
+    fifth = setup.comm(indexer, group)
     dist.barrier()
     dist.destroy_process_group(group)
     fifth.close()
     assert fifth.closed
 
 
-def two_groups(rank: int, place: Place) -> None:
+def two_groups(rank: int, setup: Setup) -> None:
     """Two groups of the same processes, or halves of the processes, know nothing of each other."""
     world_size = dist.get_world_size()
     whole = [dist.new_group(list(range(world_size))) for _ in range(2)]
-    indexers = [place.indexer(rank, LAYOUTS[f"p{page}_tp{world_size}"]) for page in (128, 256)]
-    comms = [place.comm(indexer, group) for indexer, group in zip(indexers, whole, strict=True)]
+    indexers = [setup.indexer(rank, LAYOUTS[f"p{page}_tp{world_size}"]) for page in (128, 256)]
+    comms = [setup.comm(indexer, group) for indexer, group in zip(indexers, whole, strict=True)]
     decode_layers(
         [Rank(indexer, comm, seed) for seed, (indexer, comm) in enumerate(zip(indexers, comms, strict=True))], True
     )
@@ -450,8 +452,8 @@ def two_groups(rank: int, place: Place) -> None:
         comm.close()
     if world_size == 4:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        indexer = place.indexer(rank % 2, LAYOUTS["p128_tp2"])
-        with place.comm(indexer, pairs[rank // 2]) as comm:
+        indexer = setup.indexer(rank % 2, LAYOUTS["p128_tp2"])
+        with setup.comm(indexer, pairs[rank // 2]) as comm:
             decode_layers([Rank(indexer, comm, seed=10 * (rank // 2))], False)
 
 
@@ -461,10 +463,10 @@ def carriers_of(world_size: int, tokens: int, device: Any) -> list[torch.Tensor]
     return list(whole.view(world_size, NUM_HEADS, tokens, ROW_WORDS))
 
 
-def exchanging(rank: int, place: Place) -> None:
+def exchanging(rank: int, setup: Setup) -> None:
     """The exchange is the one that the simulation does, whatever the tokens and the group."""
     world_size = dist.get_world_size()
-    indexer = place.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
+    indexer = setup.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
     for group in (None, dist.new_group(list(range(world_size)))):
         for tokens in (1, 37, 0, 256):
             carriers = carriers_of(world_size, tokens, indexer.device)
@@ -474,10 +476,10 @@ def exchanging(rank: int, place: Place) -> None:
             assert torch.equal(received, exchange(carriers, indexer)), tokens
 
 
-def captured_exchange(rank: int, place: Place) -> None:
+def captured_exchange(rank: int, setup: Setup) -> None:
     """A CUDA graph of the exchange sends what the carrier holds at each replay."""
     world_size = dist.get_world_size()
-    indexer = place.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
+    indexer = setup.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
     carriers = carriers_of(world_size, 50, indexer.device)
     send = carriers[rank].clone()
     received = torch.full(
@@ -537,9 +539,9 @@ def exchange_refuses(rank: int) -> None:
     assert not received.any()
 
 
-def prefill(rank: int, layout: str, place: Place) -> None:
+def prefill(rank: int, layout: str, setup: Setup) -> None:
     """A prefill step, exchanged, equals the brute force."""
-    indexer = place.indexer(rank, LAYOUTS[layout], accumulation="exact")
+    indexer = setup.indexer(rank, LAYOUTS[layout], accumulation="exact")
     problem = PrefillProblem.random(
         indexer.layout, query_lens=(70, 0, 30), kv_lens=(300, 40, 1900), device=indexer.device, seed=5
     )
@@ -552,21 +554,21 @@ def prefill(rank: int, layout: str, place: Place) -> None:
     output = torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
     indexer.prefill_merge(received, problem.num_valid_pages, output)
     counts = compare(output, owned_top16(indexer, problem))
-    assert counts.wrong == 0 and (place.backend == "cake" or counts.near_ties == 0), counts
+    assert counts.wrong == 0 and (setup.backend == "cake" or counts.near_ties == 0), counts
 
 
 def killed_peer(rank: int, tagged: bool) -> float:
     """Rank 1 is killed in mid-step; the others are told who was missing, in about ``wait_seconds``, and close."""
     world_size = dist.get_world_size()
-    indexer = Place().indexer(rank, LAYOUTS[f"p128_tp{world_size}"], wait_seconds=0.5)
+    indexer = Setup().indexer(rank, LAYOUTS[f"p128_tp{world_size}"], wait_seconds=0.5)
     comm = allocate_comm(indexer)
     side = Rank(indexer, comm)
     decode_layers([side], tagged, layers=5)
     assert not left_behind()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    form = "tagged" if tagged else "legacy"
-    row = rf"the {form} receive row 0 \(owned head 0\) of slot set 2"
+    row_kind = "tagged" if tagged else "legacy"
+    row = rf"the {row_kind} receive row 0 \(owned head 0\) of slot set 2"
     begin = time.monotonic()
     with refused(RuntimeError, rf"rank {rank} waited \d+ polls \(.* s\) for rank 1 to publish {row}, and gives up"):
         side.decode(5, 2, tagged)
@@ -583,6 +585,6 @@ def killed_peer(rank: int, tagged: bool) -> float:
 
 def foreign_fields(rank: int) -> None:
     """Any object with the fields of a comm will do between processes too."""
-    indexer = Place().indexer(rank, LAYOUTS["p128_tp2"])
+    indexer = Setup().indexer(rank, LAYOUTS["p128_tp2"])
     with allocate_comm(indexer) as comm:
         decode_layers([Rank(indexer, SimpleNamespace(**vars(comm)))], False, layers=4)

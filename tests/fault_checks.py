@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_checks import Place, Rank, decode_layers
+from comm_checks import Rank, Setup, decode_layers
 
 import flashinfer_msa
 from flashinfer_msa.layout import LAYOUTS, NUM_SLOT_SETS
@@ -26,10 +26,10 @@ _GOES_AFTER = 0.3
 _sides: list[Rank] = []
 
 
-def start(rank: int, tagged: bool, limit: dict[str, Any], place: Place) -> None:
+def start(rank: int, tagged: bool, limit: dict[str, Any], setup: Setup) -> None:
     """Decode some layers with the peer, so that everything is loaded, mapped and in step."""
-    indexer = place.indexer(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
-    side = Rank(indexer, place.comm(indexer))
+    indexer = setup.indexer(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
+    side = Rank(indexer, setup.comm(indexer))
     dist.barrier()
     decode_layers([side], tagged, layers=LAYERS)
     _sides[:] = [side]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_checks import Place, owned_top16
+from comm_checks import Setup, owned_top16
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import exchange_carriers
@@ -63,14 +63,14 @@ def ways_on(device: str) -> tuple[str, ...]:
     return WAYS if device == "cuda" else WAYS[:3]
 
 
-def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Results:
+def decode_matrix(rank: int, layout: str, query_lens: range, setup: Setup) -> Results:
     """Every decode case of a layout, each once in every slot set, with and without programmatic dependent launch."""
-    indexer = place.indexer(
+    indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=43, max_decode_query_len=8, max_model_len=_LONGEST, max_num_seqs=5
     )
     results: Results = {}
     uses = itertools.count()
-    with place.comm(indexer) as comm:
+    with setup.comm(indexer) as comm:
         dist.barrier()
         for query_len, (name, batch) in itertools.product(query_lens, BATCHES.items()):
             problem = DecodeProblem.random(
@@ -102,9 +102,9 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
     return results
 
 
-def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: Place) -> Results:
+def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, setup: Setup) -> Results:
     """Steps of several layers, launched in each way, over queries that no row of an earlier use fits to."""
-    indexer = place.indexer(
+    indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=9, max_model_len=_LONGEST, num_sparse_layers=_LAYERS, max_num_seqs=4
     )
     problem = DecodeProblem.random(
@@ -118,16 +118,16 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
     outputs = [planes(indexer, tokens)[1] for _ in range(_LAYERS)]
     inputs = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
     results: Results = {}
-    with place.comm(indexer) as comm:
-        form = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
-        steps = [indexer.prepare_decode_step(*inputs, output, **form) for output in outputs]
+    with setup.comm(indexer) as comm:
+        options = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
+        steps = [indexer.prepare_decode_step(*inputs, output, **options) for output in outputs]
         shared_output = planes(indexer, tokens)[1]
-        shared_step = indexer.prepare_decode_step(*inputs, shared_output, **form)
+        shared_step = indexer.prepare_decode_step(*inputs, shared_output, **options)
         graphs = indexer.layer_graphs()
 
         def eager() -> None:
             for layer, (query, output) in enumerate(zip(queries, outputs, strict=True)):
-                indexer.decode(query, keys, *inputs, output, slot=layer % NUM_SLOT_SETS, **form)
+                indexer.decode(query, keys, *inputs, output, slot=layer % NUM_SLOT_SETS, **options)
 
         def prepared() -> None:
             for layer, (step, query) in enumerate(zip(steps, queries, strict=True)):
@@ -160,10 +160,10 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
     return results
 
 
-def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, place: Place) -> Results:
+def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, setup: Setup) -> Results:
     """Every prefill case of some of ``WINDOWS``, cut at ``tokens``: launched in each way, over queries that change."""
     # So many tokens a step that it may have four windows.
-    indexer = place.indexer(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
+    indexer = setup.indexer(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
     scratch = torch.empty(indexer.prefill_scratch_shape(), device=indexer.device)
     pool = torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device=indexer.device)
     results: Results = {}
@@ -261,6 +261,6 @@ def planes(indexer: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) ->
 
 
 def decode_pool(indexer: MSAIcpIndexerPlan) -> torch.Tensor:
-    """A pool for the fused chain, of a larger key in every place than any candidate has."""
+    """A pool for the fused chain, of a larger key in every slot than any candidate has."""
     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=indexer.max_decode_tokens)
     return torch.full((size,), 255, dtype=torch.uint8, device=indexer.device)

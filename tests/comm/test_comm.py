@@ -11,13 +11,13 @@ from typing import Any
 import comm_checks as checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup, RankError
 
 from flashinfer_msa.comm import allocate_comm, exchange_carriers, local_comm
 from flashinfer_msa.layout import LAYOUTS, WORLD_SIZES
 
-CPU = Place()
+CPU = Setup()
 both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 

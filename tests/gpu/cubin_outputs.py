@@ -43,17 +43,17 @@ def decode(layout: Layout, query_len: int) -> dict[str, str]:
         for fused in (False, True):
             group = Group.make(layout, tokens=tokens, max_model_len=32768)
             planes, outputs = group.scores(tokens), group.outputs(tokens)
-            form = {"slot": 1, "tagged": tagged}
+            options = {"slot": 1, "tagged": tagged}
             for rank, indexer in enumerate(group.indexers):
                 pool = None
                 if fused:
                     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
                     pool = torch.zeros(size, dtype=torch.uint8, device=indexer.device)
                 scores = None if fused else planes[rank]
-                group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **form)
+                group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **options)
             rows = [digest(comm.tagged_recv if tagged else comm.recv) for comm in group.comms]
             for rank, output in enumerate(outputs):
-                group.merge(rank, problem, output, **form)
+                group.merge(rank, problem, output, **options)
             name = f"decode {layout.name} {query_len} {'tagged' if tagged else 'legacy'}{' fused' if fused else ''}"
             found[name] = digest(*planes, *outputs) + "".join(rows)
     return found

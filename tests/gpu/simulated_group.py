@@ -88,7 +88,7 @@ class Group:
         ]
 
     def publish(
-        self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **form: Any
+        self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **options: Any
     ) -> None:
         """One rank's publish; ``form`` is the slot set, the form of the rows, and with no ``scores`` the pool."""
         self.indexers[rank].decode_publish(
@@ -100,12 +100,12 @@ class Group:
             scores,
             comm=self.comms[rank],
             decode_query_len=problem.decode_query_len,
-            **form,
+            **options,
         )
 
-    def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **form: Any) -> None:
+    def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **options: Any) -> None:
         """One rank's merge; ``form`` is the slot set and the form of the rows."""
-        self.indexers[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **form)
+        self.indexers[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **options)
 
     def decode(
         self,
@@ -118,12 +118,12 @@ class Group:
         enable_pdl: bool = True,
     ) -> torch.Tensor:
         """Every rank's publish, then every rank's merge; the owners' outputs side by side, ``[T, 4, 16]``."""
-        form: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
+        options: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
         for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
-            self.publish(rank, problem, shard, plane, **form)
+            self.publish(rank, problem, shard, plane, **options)
         outputs = self.outputs(len(problem.index_q))
         for rank, output in enumerate(outputs):
-            self.merge(rank, problem, output, **form)
+            self.merge(rank, problem, output, **options)
         return torch.cat(outputs, dim=1)
 
 

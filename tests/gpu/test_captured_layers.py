@@ -37,12 +37,12 @@ FORCED = {"init_blocks": 1, "local_blocks": 2}
 class Serving:
     """A group on one GPU, and buffers of mixed steps of one size, which hold other lengths and queries each time.
 
-    ``form`` is that of the decode rows, or which part a step has alone.
+    ``kind`` is that of the decode rows, or which part a step has alone.
     """
 
-    def __init__(self, layout: Layout, form: str, backend: str = "cake") -> None:
-        self.has_decode, self.has_prefill = form != "prefill", form != "decode"
-        self.tagged = form != "legacy"
+    def __init__(self, layout: Layout, kind: str, backend: str = "cake") -> None:
+        self.has_decode, self.has_prefill = kind != "prefill", kind != "decode"
+        self.tagged = kind != "legacy"
         self.window = ChangingWindow(layout, seed=0)
         self.decode, self.window.base = share_cache(
             DecodeProblem.random(layout, seq_lens=[2900, 700, 2500], decode_query_len=QUERY_LEN, device="cuda"),
@@ -156,16 +156,16 @@ class Serving:
         for tensor in (self.decode_output, self.prefill_output, self.received, *self.carriers):
             tensor.fill_(-7)
         problem = replace(self.current, index_q=query[: self.decode_tokens]) if self.has_decode else self.current
-        form = {"slot": slot, "tagged": self.tagged}
+        options = {"slot": slot, "tagged": self.tagged}
         for rank in self.peers:
             if self.has_decode:
-                self.group.publish(rank, problem, self.keys[rank][layer], self.planes[rank], **form)
+                self.group.publish(rank, problem, self.keys[rank][layer], self.planes[rank], **options)
             if self.has_prefill:
                 self.local(rank, layer, query)
         run(slot)
         if self.has_decode:
             for rank, output in zip(self.peers, self.peer_outputs, strict=True):
-                self.group.merge(rank, problem, output, **form)
+                self.group.merge(rank, problem, output, **options)
         return [self.decode_output.clone(), self.prefill_output.clone()]
 
     def query(self) -> torch.Tensor:
@@ -219,10 +219,10 @@ def counts(graphs: Any) -> tuple[int, int, int, int]:
     return tuple(graphs.stats[name] for name in names)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("form", ["legacy", "tagged", "decode", "prefill"])
-def test_graphs_equal_eager_calls(layout: Layout, form: str) -> None:
+@pytest.mark.parametrize("kind", ["legacy", "tagged", "decode", "prefill"])
+def test_graphs_equal_eager_calls(layout: Layout, kind: str) -> None:
     """Queries, lengths and segments differ from replay to replay."""
-    serving = Serving(layout, form)
+    serving = Serving(layout, kind)
     graphs = serving.indexer.layer_graphs()
     run_steps(serving, graphs, STEPS)
     assert counts(graphs) == (LAYERS, LAYERS, (STEPS - 2) * LAYERS, 0)

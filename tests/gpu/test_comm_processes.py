@@ -9,7 +9,7 @@ import comm_checks as checks
 import group_checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup
 from simulated_group import SMALL
 
@@ -17,11 +17,11 @@ from flashinfer_msa.layout import WORLD_SIZES
 
 pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
-PLACES = [Place("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
-every_place = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.backend}-{place.memory}")
-AUTO = Place("cuda", "cake")
-ON_ONE_GPU = Place("cuda", "cake", "ipc")
+both_row_kinds = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
+SETUPS = [Setup("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
+every_setup = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.backend}-{setup.memory}")
+AUTO = Setup("cuda", "cake")
+ON_ONE_GPU = Setup("cuda", "cake", "ipc")
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
@@ -34,11 +34,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
 
 
 @needs_gpus
-@every_place
-@both_forms
+@every_setup
+@both_row_kinds
 @pytest.mark.parametrize("page_size", (128, 256))
-def test_decode_between_gpus(group: ProcessGroup, page_size: int, tagged: bool, place: Place) -> None:
-    group.run(checks.decode, f"p{page_size}_tp{group.world_size}", tagged, place)
+def test_decode_between_gpus(group: ProcessGroup, page_size: int, tagged: bool, setup: Setup) -> None:
+    group.run(checks.decode, f"p{page_size}_tp{group.world_size}", tagged, setup)
 
 
 @needs_gpus
@@ -75,7 +75,7 @@ def one_gpu(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
         yield made
 
 
-@both_forms
+@both_row_kinds
 @pytest.mark.parametrize("page_size", (128, 256))
 def test_ranks_on_one_gpu(one_gpu: ProcessGroup, page_size: int, tagged: bool) -> None:
     """Processes that take turns on a GPU: a merge spins while the peers' publishers wait for their turn."""

@@ -74,7 +74,7 @@ class Decoder(torch.nn.Module):
         selected = []
         for layer in range(self.layers):
             index_q = (hidden if layer % 2 == 0 else -hidden).to(torch.float8_e4m3fn)
-            form: dict[str, Any] = {"slot": (first_slot + layer) % 3, "tagged": self.tagged}
+            options: dict[str, Any] = {"slot": (first_slot + layer) % 3, "tagged": self.tagged}
             for rank, indexer in enumerate(self.group.indexers):
                 indexer.decode_publish(
                     index_q,
@@ -85,14 +85,14 @@ class Decoder(torch.nn.Module):
                     self.scores[rank],
                     comm=self.group.comms[rank],
                     decode_query_len=QUERY_LEN,
-                    **form,
+                    **options,
                 )
             outputs = []
             for rank, indexer in enumerate(self.group.indexers):
                 output = torch.empty(
                     len(hidden), indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=hidden.device
                 )
-                indexer.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **form)
+                indexer.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **options)
                 outputs.append(output)
             selected.append(torch.cat(outputs, dim=1))
         return selected

@@ -189,7 +189,7 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
     scores = group.scores(query_len)
     outputs = group.outputs(query_len)
     for trial in range(2 if SMALL else 10):
-        form = {"slot": trial % 3, "tagged": True}
+        options = {"slot": trial % 3, "tagged": True}
         for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
             page = shard[newest]
             fresh_page = page.clone()
@@ -199,9 +199,9 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
             else:
                 page.view(torch.uint8).fill_(0x7E)
                 write_late(page, fresh_page)
-            group.publish(rank, problem, shard, plane, **form)
+            group.publish(rank, problem, shard, plane, **options)
         for rank, output in enumerate(outputs):
-            group.merge(rank, problem, output, **form)
+            group.merge(rank, problem, output, **options)
         counts = compare(torch.cat(outputs, dim=1), expected)
         assert counts.wrong == 0, (trial, counts)
 
@@ -223,11 +223,11 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
     outputs = group.outputs(tokens)
     for step in range(4 if SMALL else 40):
         last = step % layout.world_size  # the rank that finds the others' rows there
-        form = {"slot": step % 3, "tagged": tagged}
+        options = {"slot": step % 3, "tagged": tagged}
         others = [rank for rank in range(layout.world_size) if rank != last]
         current = problems[step % len(problems)]
         for rank in others:
-            group.publish(rank, current, shards[rank], scores[rank], **form)
+            group.publish(rank, current, shards[rank], scores[rank], **options)
         group.indexers[last].decode(
             current.index_q,
             shards[last],
@@ -238,10 +238,10 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
             outputs[last],
             comm=group.comms[last],
             decode_query_len=query_len,
-            **form,
+            **options,
         )
         for rank in others:
-            group.merge(rank, current, outputs[rank], **form)
+            group.merge(rank, current, outputs[rank], **options)
         counts = compare(torch.cat(outputs, dim=1), expected[step % len(problems)])
         assert counts.wrong == 0, (step, counts)
 
@@ -265,11 +265,11 @@ def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, 
 
     def run() -> None:
         for layer in range(layers):
-            form = {"slot": layer % 3, "tagged": tagged}
+            options = {"slot": layer % 3, "tagged": tagged}
             for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
-                group.publish(rank, problems[layer % 4], shard, plane, **form)
+                group.publish(rank, problems[layer % 4], shard, plane, **options)
             for rank, output in enumerate(outputs[layer]):
-                group.merge(rank, problem, output, **form)
+                group.merge(rank, problem, output, **options)
 
     run()
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import fault_checks as checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup
 from simulated_group import SMALL
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-PLACE = Place("cuda", "cake")
+SETUP = Setup("cuda", "cake")
 
 
 class Case(NamedTuple):
@@ -50,7 +50,7 @@ def groups() -> Iterator[dict[str, ProcessGroup]]:
     def start(name: str) -> tuple[str, ProcessGroup]:
         tagged, _, limit = CASES[name] if name in CASES else Case(LATE[name], "", {})
         group = ProcessGroup(2, backend="nccl")
-        group.run(checks.start, tagged, limit, PLACE, timeout=120)
+        group.run(checks.start, tagged, limit, SETUP, timeout=120)
         return name, group
 
     with ThreadPoolExecutor() as pool:

@@ -150,11 +150,11 @@ def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_prope
     outputs = group.outputs(tokens)
 
     def step(slot: int) -> None:
-        form: dict[str, Any] = {"slot": slot, "tagged": True}
+        options: dict[str, Any] = {"slot": slot, "tagged": True}
         for rank, (shard, pool) in enumerate(zip(shards, pools, strict=True)):
-            group.publish(rank, problem, shard, None, pool=pool, **form)
+            group.publish(rank, problem, shard, None, pool=pool, **options)
         for rank, output in enumerate(outputs):
-            group.merge(rank, problem, output, **form)
+            group.merge(rank, problem, output, **options)
 
     step(0)
     torch.cuda.synchronize()

@@ -145,10 +145,10 @@ def test_carriers_equal_the_separate_chain(layout: Layout, window: dict[str, Any
         keys = problem.shard(rank)
         for forced in FORCED:
             for valid in (problem.num_valid_pages, fewer):
-                form: dict[str, Any] = {"valid": valid, "forced": forced, "accumulation": accumulation}
-                want = separate(problem, plan, keys, rank, **form)
+                options: dict[str, Any] = {"valid": valid, "forced": forced, "accumulation": accumulation}
+                want = separate(problem, plan, keys, rank, **options)
                 for run in ("first", "second"):
-                    got = fused(problem, plan, keys, rank, pool, **form)
+                    got = fused(problem, plan, keys, rank, pool, **options)
                     assert_equal(got, want, f"rank {rank}, forced {forced}, {run} run")
     pool.require_guard()
 
@@ -164,9 +164,9 @@ def test_blocks_that_a_token_does_not_see_rank_last(layout: Layout, window: dict
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
         for forced in FORCED:
-            form: dict[str, Any] = {"valid": more, "forced": forced}
-            want = separate(problem, plan, keys, rank, **form)
-            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+            options: dict[str, Any] = {"valid": more, "forced": forced}
+            want = separate(problem, plan, keys, rank, **options)
+            assert_equal(fused(problem, plan, keys, rank, pool, **options), want, f"rank {rank}, forced {forced}")
     pool.require_guard()
 
 
@@ -205,11 +205,11 @@ def test_ties_and_scores_without_a_positive_one(
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
         for forced in [(0, 0), *FORCED]:
-            form: dict[str, Any] = {"forced": forced, "accumulation": accumulation}
-            want = separate(problem, plan, keys, rank, **form)
-            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+            options: dict[str, Any] = {"forced": forced, "accumulation": accumulation}
+            want = separate(problem, plan, keys, rank, **options)
+            assert_equal(fused(problem, plan, keys, rank, pool, **options), want, f"rank {rank}, forced {forced}")
             if spoil in (zero_keys, nan_keys):  # every sum is exact
-                theirs = separate(problem, plan, keys, rank, backend="torch", **form)
+                theirs = separate(problem, plan, keys, rank, backend="torch", **options)
                 assert_equal(want, theirs, f"reference of rank {rank}, forced {forced}")
     pool.require_guard()
 

@@ -11,7 +11,7 @@ from typing import Any
 import group_checks as checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from group_checks import BATCHES, CHAINS, DECODE_CASES, PREFILL_CASES, QUERY_LENS, WAYS, WINDOWS
 from process_group import ProcessGroup
 from simulated_group import SMALL, Group
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-PLACE = Place("cuda", "cake")
+SETUP = Setup("cuda", "cake")
 SIZES = [size for size in WORLD_SIZES if size <= torch.cuda.device_count()] or [2]
 SECONDS = 120.0
 
@@ -40,7 +40,7 @@ class Ranks:
         question = (function, arguments)
         if question not in self._found:
             try:
-                ranks = self.processes.run(function, *arguments, PLACE, timeout=SECONDS)
+                ranks = self.processes.run(function, *arguments, SETUP, timeout=SECONDS)
                 self._found[question] = {
                     case: functools.reduce(Comparison.plus, (results[case] for results in ranks)) for case in ranks[0]
                 }
@@ -121,15 +121,15 @@ def test_two_ranks_a_gpu_in_one_process(
     inputs = group.inputs(problem)
     counts = Comparison()
     for use, (tagged, chain) in enumerate(itertools.product((False, True), CHAINS)):
-        form = {"slot": use % 3, "tagged": tagged}
+        options = {"slot": use % 3, "tagged": tagged}
         for (indexer, comm), arguments in zip(members, inputs, strict=True):
             scores, _ = checks.planes(indexer, tokens)
             pool = checks.decode_pool(indexer) if chain == "fused" else None
-            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=query_len, pool=pool, **form)
+            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=query_len, pool=pool, **options)
         outputs = []
         for (indexer, comm), arguments in zip(members, inputs, strict=True):
             output = torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
-            indexer.decode_merge(arguments[-1], output, comm=comm, **form)
+            indexer.decode_merge(arguments[-1], output, comm=comm, **options)
             outputs.append(output.to("cuda:0"))
         counts = counts.plus(compare(torch.cat(outputs, dim=1), expected))
     record_property("near_ties", counts.near_ties)

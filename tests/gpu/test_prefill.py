@@ -41,7 +41,7 @@ from flashinfer_msa.testing.problems import (
 )
 
 
-def forms_of(layout: Layout) -> list[bool]:
+def compact_values(layout: Layout) -> list[bool]:
     """The values of ``compact`` that a layout has."""
     return [False, True] if layout.index_scale > 1 else [False]
 
@@ -61,14 +61,14 @@ def score_errors(
     layout = problem.layout
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
-        for compact in forms_of(layout):
+        for compact in compact_values(layout):
             columns = -(-plan.columns // (2 if compact else 1)) + 3
             initialize = bool(rank % 2)
-            form: dict[str, Any] = {"layout": layout, "rank": rank, "compact": compact, "initialize": initialize}
+            options: dict[str, Any] = {"layout": layout, "rank": rank, "compact": compact, "initialize": initialize}
             ours, theirs, bound = (Plane(plan.total_q, columns, aligned=rank % 2 == 0) for _ in range(3))
-            reference.prefill_index_score(problem.index_q, keys, problem.block_table, plan, theirs.view, **form)
+            reference.prefill_index_score(problem.index_q, keys, problem.block_table, plan, theirs.view, **options)
             reference.prefill_index_score(
-                magnitude(problem.index_q), magnitude(keys), problem.block_table, plan, bound.view, **form
+                magnitude(problem.index_q), magnitude(keys), problem.block_table, plan, bound.view, **options
             )
             msa_ops.msa_icp_index_score_sharded(
                 problem.index_q,
@@ -277,7 +277,7 @@ def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
     layout = LAYOUTS["p256_tp2"]
     problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
-    for compact in forms_of(layout):
+    for compact in compact_values(layout):
         plane = Plane(3 * 64, 1 if compact else 2)
         msa_ops.msa_icp_index_score_sharded(
             problem.index_q,

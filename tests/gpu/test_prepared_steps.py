@@ -47,7 +47,7 @@ def layers_of(problem: Any, count: int) -> list[Any]:
 class DecodeRanks:
     """All ranks of a decode step on one GPU."""
 
-    def __init__(self, layout: Layout, *, query_len: int, tagged: bool, fused: bool = False, **form: Any) -> None:
+    def __init__(self, layout: Layout, *, query_len: int, tagged: bool, fused: bool = False, **options: Any) -> None:
         self.problem = DecodeProblem.random(
             layout, seq_lens=LENGTHS, decode_query_len=query_len, device="cuda", seed=5, page_pitch_extra=32
         )
@@ -68,7 +68,7 @@ class DecodeRanks:
                 tagged=tagged,
                 decode_query_len=query_len,
                 pool=pool if fused else None,
-                **form,
+                **options,
             )
             for indexer, comm, output, scores in zip(
                 self.group.indexers, self.group.comms, self.outputs, self.group.scores(tokens), strict=True
@@ -94,17 +94,17 @@ class DecodeRanks:
             output.fill_(-777)
 
 
-@pytest.mark.parametrize("form", ["pdl", "no pdl", "debug", "fused"])
+@pytest.mark.parametrize("variant", ["pdl", "no pdl", "debug", "fused"])
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
-def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, form: str) -> None:
+def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, variant: str) -> None:
     """Each layer has its own query and keys; slot sets come round, so recorded launches are bound anew."""
     ranks = DecodeRanks(
         layout,
         query_len=3,
         tagged=tagged,
-        fused=form == "fused",
-        enable_pdl=form != "no pdl",
-        debug=form == "debug",
+        fused=variant == "fused",
+        enable_pdl=variant != "no pdl",
+        debug=variant == "debug",
     )
     for layer in range(LAYERS):
         ranks.run(layer, layer % 3)
@@ -181,8 +181,8 @@ def test_debug_compares_launches(launch: int, name: str) -> None:
         assert_equal(comm.storages[0], was, "receive storage")
 
 
-@pytest.mark.parametrize("form", ["plain", "pooled", "debug", "captured"])
-def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
+@pytest.mark.parametrize("variant", ["plain", "pooled", "debug", "captured"])
+def test_a_prefill_step_serves_every_layer(layout: Layout, variant: str) -> None:
     """Windows of a step with padding, whose scorer's tensor maps are made anew for each layer's query and keys."""
     problem = make_problem(layout, WINDOW)
     # So long a model that a step's windows are of 128 tokens.
@@ -208,13 +208,13 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
         steps.append(
             indexer.prepare_prefill_step(
                 windows,
-                None if form == "pooled" else scratch,
+                None if variant == "pooled" else scratch,
                 problem.num_valid_pages,
                 sends[-1],
                 received[-1],
                 outputs[-1],
-                debug=form == "debug",
-                pool=pool if form == "pooled" else None,
+                debug=variant == "debug",
+                pool=pool if variant == "pooled" else None,
             )
         )
     assert len(windows) == 2
@@ -230,7 +230,7 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
         shards = [layer.shard(indexer.rank) for indexer in group.indexers]
         for buffer in (*sends, *received, *outputs):
             buffer.fill_(-777)
-        if form == "captured":
+        if variant == "captured":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run(layer, shards)

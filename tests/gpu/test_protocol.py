@@ -231,14 +231,14 @@ def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -
     group = Group.make(layout, tokens=9, max_model_len=20001, devices=devices)
     inputs = group.inputs(problem)
     for step in range(6):
-        form = {"slot": step % 3, "tagged": tagged}
+        options = {"slot": step % 3, "tagged": tagged}
         for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
             scores = torch.full(indexer.decode_scores_shape(), POISON, device=indexer.device)
-            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **form)
+            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **options)
         outputs = []
         for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
             output = torch.full((9, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
-            indexer.decode_merge(arguments[-1], output, comm=comm, **form)
+            indexer.decode_merge(arguments[-1], output, comm=comm, **options)
             outputs.append(output)
         counts = compare(torch.cat([output.to("cuda:0") for output in outputs], dim=1), expected)
         assert counts.wrong == 0, (step, counts)

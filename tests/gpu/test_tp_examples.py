@@ -16,22 +16,22 @@ def processes(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
-def test_decode(processes: int, form: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_decode(processes: int, options: tuple[str, ...]) -> None:
     """Steps in CUDA graphs that start with each slot set, beside an eager one."""
     sizes = ("--layers", 7, "--steps", 9, "--batch", 5, "--context", 9000)
-    run = run_example(EXAMPLES / "tp_decode.py", *form, *sizes, processes=processes, backend="cake", seconds=120)
+    run = run_example(EXAMPLES / "tp_decode.py", *options, *sizes, processes=processes, backend="cake", seconds=120)
     assert run.status == 0, run.printed
     rows, equal, near_ties, wrong = run.checked
     assert rows == 5 * 7 * 5 * 4 and equal + near_ties == rows and wrong == 0
 
 
-@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
-def test_serving_step(processes: int, form: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_serving_step(processes: int, options: tuple[str, ...]) -> None:
     """Mixed steps, of which some replay the graphs of earlier ones."""
     sizes = ("--layers", 6, "--steps", 40, "--batch", 4, "--context", 9000, "--chunk", 1024, "--window", 400)
     script = EXAMPLES / "tp_serving_step.py"
-    run = run_example(script, *form, *sizes, processes=processes, backend="cake", seconds=120)
+    run = run_example(script, *options, *sizes, processes=processes, backend="cake", seconds=120)
     assert run.status == 0, run.printed
     rows, equal, near_ties, wrong = run.checked
     assert rows > 1024 * 4 and equal + near_ties == rows and wrong == 0
