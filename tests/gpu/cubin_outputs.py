@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel writes for fixed inputs, as digests by case, and who compiled it: ``cubin_outputs.py [--compile]``.
+"""Prints digests of what every kernel writes for fixed inputs, and the compiler: ``cubin_outputs.py [--compile]``.
 
-A program of its own, since a process loads the kernels of a GPU once. With ``--compile`` no cubin is taken to be
-prebuilt; ``FLASHINFER_MSA_DRIVER`` chooses among those that are.
+This is a separate program because a process loads the kernels of a GPU only once. ``--compile`` ignores the prebuilt
+cubins. ``FLASHINFER_MSA_DRIVER`` selects one of the prebuilt sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTHS = [1, 127, 128, 129, 500, 1000, 4097, 20000]
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    """SHA-256 of the bytes of tensors."""
+    """Return the SHA-256 of the bytes of ``tensors``."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -33,7 +33,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def decode(layout: Layout, query_len: int) -> dict[str, str]:
-    """Score planes, receive rows and Top16 of both chains, in both row forms."""
+    """Return digests of the score planes, receive rows and Top16 of both chains, with both row kinds."""
     problem = DecodeProblem.random(
         layout, seq_lens=[length + query_len for length in LENGTHS], decode_query_len=query_len, device="cuda", seed=7
     )
@@ -60,7 +60,7 @@ def decode(layout: Layout, query_len: int) -> dict[str, str]:
 
 
 def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
-    """Score rows, carriers of both chains, and the merge."""
+    """Return digests of the carriers and the merged Top16 of both chains."""
     problem = PrefillProblem.random(
         layout, query_lens=[100, 0, 1, 300], kv_lens=[150, 900, 1, 9000], positions=[50, 0, 0, 8000], device="cuda"
     )
@@ -84,7 +84,7 @@ def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print a JSON object: the compiler's name, and the digests by case."""
+    """Print a JSON object with the compiler's name and the digest of each case."""
     if "--compile" in sys.argv:
         nothing = Manifest(DATA, {**load_manifest().data, "cubins": []})
         loader.load_manifest = lambda: nothing

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer graphs on one GPU: captured and replayed layers of rank 0 do, to the bit, what its eager calls do.
+"""Layer graphs on one GPU: rank 0's captured and replayed layers equal its eager calls bit for bit.
 
-The other ranks of the group publish and send ahead of rank 0, on the same stream, and merge after it.
+The other ranks of the group publish and send before rank 0, on the same stream, and merge after it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from flashinfer_msa.testing.problems import (
     share_cache,
 )
 
-pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
+pytestmark = pytest.mark.skipif(SMALL, reason="sanitizers check the same kernels in eager launches")
 LAYERS, STEPS, QUERY_LEN = 3, 5, 2
 FORCED = {"init_blocks": 1, "local_blocks": 2}
 
 
 class Serving:
-    """A group on one GPU, and buffers of mixed steps of one size, which hold other lengths and queries each time.
+    """A group on one GPU, and buffers of steps of one size, which hold new lengths and queries in each step.
 
-    ``kind`` is that of the decode rows, or which part a step has alone.
+    ``kind`` is the row kind of a mixed step, or "decode" or "prefill" for a step with only that part.
     """
 
     def __init__(self, layout: Layout, kind: str, backend: str = "cake") -> None:
@@ -75,7 +75,7 @@ class Serving:
         self.uses = 0
 
     def advance(self) -> None:
-        """Longer sequences, other segments, and a plan of the window on every rank."""
+        """Lengthen the sequences, draw new segments, and plan the window on every rank."""
         self.lengths += 7
         self.current = replace(self.decode, seq_lens=self.lengths.clone())
         self.decode_valid.copy_(self.current.num_valid_pages)
@@ -85,7 +85,7 @@ class Serving:
         ]
 
     def begin(self, graphs: Any) -> MSAIcpGraphStep:
-        """Prepare rank 0's parts and begin a step of theirs."""
+        """Prepare rank 0's decode and prefill, and begin a step with them."""
         arguments: dict[str, Any] = {}
         if self.has_decode:
             decode = self.indexer.prepare_decode_step(
@@ -113,7 +113,7 @@ class Serving:
         return graphs.begin_step(**arguments)
 
     def exchange(self) -> None:
-        """What the all-to-all brings to rank 0."""
+        """Copy what the all-to-all brings to rank 0."""
         self.received.copy_(exchange(self.carriers, self.indexer))
 
     def local(self, rank: int, layer: int, query: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class Serving:
         )
 
     def eager(self, layer: int, query: torch.Tensor, slot: int) -> None:
-        """Rank 0's layer by the facade's own calls."""
+        """Run rank 0's layer with the facade's own calls."""
         if self.has_decode:
             problem = replace(self.current, index_q=query[: self.decode_tokens])
             self.indexer.decode(
@@ -150,7 +150,7 @@ class Serving:
             self.indexer.prefill_merge(self.received, self.window.num_valid_pages, self.prefill_output)
 
     def layer(self, layer: int, query: torch.Tensor, run: Callable[[int], None]) -> list[torch.Tensor]:
-        """One layer of every rank, rank 0's by ``run``, given its slot; returns rank 0's outputs."""
+        """Run one layer on every rank, on rank 0 by ``run(slot)``; return rank 0's outputs."""
         slot = self.uses % 3
         self.uses += 1
         for tensor in (self.decode_output, self.prefill_output, self.received, *self.carriers):
@@ -191,7 +191,7 @@ class Serving:
 
 
 def run_steps(serving: Serving, graphs: Any, steps: int, *, in_place: bool = False) -> None:
-    """Steps whose layers run in graphs, and each of them once more eagerly."""
+    """Run each layer of the steps in a graph and once more eagerly, and compare both."""
     for _ in range(steps):
         serving.advance()
         step = serving.begin(graphs)
@@ -214,14 +214,14 @@ def _run_layer(step: MSAIcpGraphStep, layer: int, query: torch.Tensor, keys: tor
 
 
 def counts(graphs: Any) -> tuple[int, int, int, int]:
-    """Eager, captured and replayed layers, and evicted keys."""
+    """Return the numbers of eager, captured and replayed layers and of evicted keys."""
     names = ("eager_layers", "captured_layers", "replayed_layers", "evicted_keys")
     return tuple(graphs.stats[name] for name in names)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", ["legacy", "tagged", "decode", "prefill"])
 def test_graphs_equal_eager_calls(layout: Layout, kind: str) -> None:
-    """Queries, lengths and segments differ from replay to replay."""
+    """Queries, lengths and segments change from replay to replay."""
     serving = Serving(layout, kind)
     graphs = serving.indexer.layer_graphs()
     run_steps(serving, graphs, STEPS)
@@ -240,8 +240,8 @@ def test_queries_written_in_place_and_any_stream(side_stream: bool) -> None:
     assert counts(graphs) == (0, LAYERS, 2 * LAYERS, 0)
 
 
-def test_keys_that_take_turns_share_the_places() -> None:
-    """Graphs that made room, and ``clear``, give their memory back while others go on."""
+def test_keys_that_evict_one_another_free_their_graphs() -> None:
+    """Eviction and ``clear`` free graphs while other graphs keep working."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
     graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
     first = serving.prefill_output
@@ -271,7 +271,7 @@ def test_replays_allocate_nothing() -> None:
 
 
 def test_a_caller_that_captures_gets_the_launches() -> None:
-    """Layers become part of the caller's graph, whether they have graphs of their own or not."""
+    """Layers become part of the caller's graph, whether or not they have graphs of their own."""
     serving = Serving(LAYOUTS["p128_tp2"], "prefill")
     graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 2)
@@ -289,7 +289,7 @@ def test_a_caller_that_captures_gets_the_launches() -> None:
 
 @pytest.mark.parametrize("failure", ["exception", "synchronization"])
 def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
-    """An exchange that raises, or that does what a capture forbids: its exception comes through, and steps go on."""
+    """An exchange raises or does what a capture forbids: its exception reaches the caller, and later steps work."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
     graphs = serving.indexer.layer_graphs(capture_after=0)
     right = serving.exchange
@@ -309,15 +309,15 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
     torch.cuda.synchronize()
     assert counts(graphs) == (0, 0, 0, 0)
     serving.exchange = right  # type: ignore[method-assign]
-    # The layer that failed has published nothing, so its slot set is the next one.
+    # The failed layer has published nothing, so its slot set is still the next one.
     run_steps(serving, graphs, 3)
     assert counts(graphs) == (0, LAYERS, 2 * LAYERS, 0)
-    # A capture that failed has not left torch's generator waiting for its end.
+    # The failed capture has not left torch's generator in capture mode.
     torch.rand(1, device="cuda")
 
 
 def test_the_torch_backend_runs_eagerly() -> None:
-    """It synchronizes, which a capture forbids."""
+    """The torch backend synchronizes, which a capture forbids."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged", backend="torch")
     graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 1)

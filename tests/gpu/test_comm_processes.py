@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage with one rank a process: the checks of the CPU's tests on a GPU for each rank, over nccl."""
+"""Receive storage with one process per rank: the checks of the CPU tests, with a GPU per rank and NCCL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_ONE_GPU = Setup("cuda", "cake", "ipc")
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
-    """A group of each size that there are GPUs for."""
+    """Return a group of each size that there are GPUs for."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} CUDA devices")
     with ProcessGroup(request.param, backend="nccl") as made:
@@ -70,7 +70,7 @@ def test_ranks_agree_close_and_share_processes(group: ProcessGroup, check: objec
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def one_gpu(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
-    """A group of each size whose processes have the same current device."""
+    """Return a group of each size whose processes share one GPU."""
     with ProcessGroup(request.param, devices=1) as made:
         yield made
 
@@ -78,7 +78,7 @@ def one_gpu(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
 @both_row_kinds
 @pytest.mark.parametrize("page_size", (128, 256))
 def test_ranks_on_one_gpu(one_gpu: ProcessGroup, page_size: int, tagged: bool) -> None:
-    """Processes that take turns on a GPU: a merge spins while the peers' publishers wait for their turn."""
+    """The processes are time-sliced: a merge spins while the peers' publishers wait for the GPU."""
     one_gpu.run(checks.decode, f"p{page_size}_tp{one_gpu.world_size}", tagged, ON_ONE_GPU)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models on a GPU, with and without CUDA graph trees: bit by bit what eager code selects and writes."""
+"""Compiled models on a GPU, with and without CUDA graph trees, equal eager code bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, compare, exchange
 
-pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
+pytestmark = pytest.mark.skipif(SMALL, reason="sanitizers check the same kernels in eager launches")
 QUERY_LEN = 2
 LENGTHS = [40000, 90, 1500, 8000, 0, 129]
 COUNTERS = ("publish_generations", "expected_generations", "errors")
@@ -32,7 +32,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets an element for every replay of a CUDA graph."""
+    """Return a list that gets an element for every replay of a CUDA graph."""
     seen: list[int] = []
     replay = torch.cuda.CUDAGraph.replay
 
@@ -45,13 +45,16 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def require_graphs(mode: str | None, replays: list[int], at_least: int) -> None:
-    """Check that a mode ran as graphs, and only that one."""
+    """Assert that CUDA graphs were replayed with a ``mode``, and only then."""
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert len(replays) >= at_least if mode else not replays
 
 
 class Decoder(torch.nn.Module):
-    """Layers that derive their query from a hidden state and decode as every rank; all ranks publish, then merge."""
+    """Layers that derive their query from a hidden state and decode on every rank.
+
+    All ranks publish before any merges.
+    """
 
     def __init__(self, group: Group, problem: DecodeProblem, layers: int, tagged: bool) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class Decoder(torch.nn.Module):
         num_valid_pages: torch.Tensor,
         first_slot: int,
     ) -> list[torch.Tensor]:
-        """The ranks' outputs side by side, int32 ``[T, 4, 16]``, of each layer."""
+        """Return each layer's outputs, the ranks' side by side: int32 ``[T, 4, 16]``."""
         selected = []
         for layer in range(self.layers):
             index_q = (hidden if layer % 2 == 0 else -hidden).to(torch.float8_e4m3fn)
@@ -108,7 +111,7 @@ class Decoder(torch.nn.Module):
     ],
 )
 def test_decoder(name: str, mode: str | None, tagged: bool, layers: int, replays: list[int]) -> None:
-    """Many steps, of a batch that changes now and then. With 2 layers every step begins with another slot set."""
+    """Run many steps with some changes of the batch size. With 2 layers, each step starts at another slot set."""
     layout = LAYOUTS[name]
     problem = DecodeProblem.random(layout, seq_lens=LENGTHS, decode_query_len=QUERY_LEN, device="cuda", seed=layers)
     hidden = problem.index_q.to(torch.float16)
@@ -137,12 +140,12 @@ def test_decoder(name: str, mode: str | None, tagged: bool, layers: int, replays
                 assert torch.equal(getattr(one, counter), getattr(other, counter)), (step, counter)
     for rank, (a, b) in enumerate(zip(eager.scores, ours.scores, strict=True)):
         assert_equal(b, a, f"scores of rank {rank}")
-    # There is a graph for each batch and first slot set, whose first two runs may be no replays.
+    # Each batch size and first slot set has a graph. Its first two runs need not be replays.
     require_graphs(mode, replays, len(batches) - 2 * 2 * 3)
 
 
 def test_prefill_layer(layout: Layout, replays: list[int]) -> None:
-    """A planned window, its local part on every rank, the exchange and the merges in one graph."""
+    """One graph has the local part of a planned window on every rank, the exchange and the merges."""
     problem = PrefillProblem.random(
         layout, query_lens=(40, 0, 300), kv_lens=(500, 0, 1500), padding=5, device="cuda", seed=1
     )
@@ -176,7 +179,7 @@ def test_prefill_layer(layout: Layout, replays: list[int]) -> None:
 
 
 def test_planner_and_fused_functions(layout: Layout) -> None:
-    """The device planner's plan is made and used in one graph."""
+    """One graph plans a window on the device and uses the plan."""
     problem = PrefillProblem.random(layout, query_lens=(40, 70), kv_lens=(500, 1500), device="cuda", seed=2)
     segments, bounds, tokens = problem.segments, problem.bounds, len(problem.index_q)
     sizes = {"total_q": tokens, "batch": 2, "device": torch.device("cuda")}
@@ -219,7 +222,7 @@ def test_planner_and_fused_functions(layout: Layout) -> None:
 
 
 def test_opcheck_on_the_device(layout: Layout) -> None:
-    """The operator that publishes tagged rows passes torch's checks with memory of the GPU."""
+    """The operator that publishes tagged rows passes torch's checks with GPU memory."""
     group = Group.make(layout, tokens=8, max_model_len=4096)
     comm, indexer = group.comms[0], group.indexers[0]
     arguments = (

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor on a machine with GPUs: each is found, loads its kernels and decodes; a trapped context is a finding."""
+"""The doctor on a machine with GPUs.
+
+It finds each GPU, loads its kernels and decodes on it. A trapped context is a finding.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ doctor.run_task({results!r}, *{task!r})
 
 
 def test_every_gpu_is_found_and_decodes() -> None:
-    """The command exits with 0 and names each GPU, what it loads, and the rows that were right; pairs run together."""
+    """The command exits with 0 and reports each GPU, its kernels and its correct rows. Pairs of GPUs run together."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "flashinfer_msa", "doctor", "--json"],
@@ -64,7 +67,7 @@ def test_every_gpu_is_found_and_decodes() -> None:
 
 @pytest.mark.traps
 def test_a_trapped_context_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that runs out ends the context of the process that tests, and says for which rank and row it waited."""
+    """A wait that runs out ends the context of the testing process. The finding names the awaited rank and row."""
     monkeypatch.setattr(doctor, "_PROGRAM", LOSE_RANK_1)
     with contextlib.ExitStack() as children:
         (finding,) = doctor._start(children, "self-test", "cuda:0")()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill on a GPU: planner, scorer and selection against the reference, the chain against the brute force."""
+"""On a GPU, prefill's planner, scorer and selection equal the reference, and the chain equals the brute force."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ from flashinfer_msa.testing.problems import (
 
 
 def compact_values(layout: Layout) -> list[bool]:
-    """The values of ``compact`` that a layout has."""
+    """Return the values of ``compact`` that a layout supports."""
     return [False, True] if layout.index_scale > 1 else [False]
 
 
 def magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """Absolute values of e4m3."""
+    """Return the absolute values of e4m3 elements."""
     return (tensor.view(torch.uint8) & 0x7F).view(tensor.dtype)
 
 
 def score_errors(
     problem: PrefillProblem, plan: MSAIcpScorePlan, accumulation: str
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Score every rank and form: what it was, errors and bounds ``sum |q| |k|`` of the scores that are finite.
+    """Score every rank and value of ``compact``.
 
-    The rest must be equal: ``-inf``, and what the reference does not write.
+    Yields a description, the errors of the finite scores, and their bounds ``sum |q| |k|``. Asserts that the rest is
+    equal: ``-inf``, and elements that the reference does not write.
     """
     layout = problem.layout
     for rank in range(layout.world_size):
@@ -85,7 +86,7 @@ def score_errors(
             what = f"rank {rank}, compact {compact}"
             got, want = ours.storage, theirs.storage
             equal = want.isinf() | (want == POISON)
-            assert_equal(got[equal], want[equal], f"{what}: -inf and what must not be touched")
+            assert_equal(got[equal], want[equal], f"{what}: -inf and untouched elements")
             assert not got[got == 0].signbit().any(), f"{what}: -0.0"
             yield what, (got - want)[~equal].abs(), bound.storage[~equal]
 
@@ -94,10 +95,10 @@ def score_errors(
 def test_scores_match_the_reference(
     layout: Layout, window: dict[str, Any], special: bool, record_property: Callable[[str, int], None]
 ) -> None:
-    """Every rank and form: within the tensor core's error, and nothing is written that the reference does not write.
+    """Scores are within the tensor core's error, and only elements that the reference writes are written.
 
-    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200, 2 of 10.8 million, by a
-    tenth of it). Outliers among the elements make the tensor core drop more of the others, up to its worst case.
+    With normal data one score in a million may exceed ``TENSOR_CORE_ERROR``. On an H200, 2 of 10.8 million did, by a
+    tenth of it. Outliers among the elements make the tensor core drop more bits of the others, up to its worst case.
     """
     beyond = scores = 0
     problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
@@ -112,7 +113,7 @@ def test_scores_match_the_reference(
 
 @pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
 def test_exact_scores_match_the_reference(layout: Layout, window: dict[str, Any], special: bool) -> None:
-    """With ``accumulation="exact"`` no score is off by more than the rounding of FP32 sums, outliers or not."""
+    """With ``accumulation="exact"`` no score is off by more than the rounding of FP32 sums, even with outliers."""
     problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
     for what, error, bound in score_errors(problem, make_plan(problem), "exact"):
         assert bool((error <= FP32_WORST * bound).all()), f"{what}: {(error / bound).max()}"
@@ -120,7 +121,7 @@ def test_exact_scores_match_the_reference(layout: Layout, window: dict[str, Any]
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
-    """Bit-equal between runs, and whether one multiprocessor, seven or all of them work."""
+    """Scores are bit-equal between runs, and whether one, seven or all multiprocessors work."""
     problem = make_problem(layout, window)
     plan = make_plan(problem)
     count = len(plan.packed_work_range)
@@ -150,7 +151,7 @@ def items_of(problem: PrefillProblem) -> int:
 
 
 def empty_cache(window: dict[str, Any]) -> PrefillProblem:
-    """A problem for a planner, which reads no keys."""
+    """Return a problem without keys, for a planner, which reads none."""
     window = {"positions": [kv - q for q, kv in zip(window["query_lens"], window["kv_lens"], strict=True)], **window}
     none = {"query_lens": [], "kv_lens": [], "positions": []}
     return replace(
@@ -197,7 +198,7 @@ def test_the_planner_agrees_with_the_reference_and_the_host(window: dict[str, An
 
 
 def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
-    """A plan for fewer tokens and keys than its segments have: work storage and scores end where they end."""
+    """The bounds are below what the segments have: nothing is written outside work storage and scores."""
     layout = LAYOUTS["p128_tp2"]
     problem = make_problem(layout, {"query_lens": [300, 300], "kv_lens": [3000, 4000]})
     storage = torch.full((10,), -1, dtype=torch.int64, device="cuda")
@@ -252,7 +253,7 @@ def test_lengths_whose_sum_overflows_plan_nothing_outside() -> None:
 
 @pytest.mark.parametrize("offset", [-7, -2, -1, 9])
 def test_offsets_outside_write_nothing_outside(offset: int) -> None:
-    """Rows written 16 bytes at a time, of a segment that starts before the first token or ends past the last."""
+    """Rows are written 16 bytes at a time, and the segment starts before the first token or ends after the last."""
     layout = LAYOUTS["p128_tp4"]
     problem = make_problem(layout, {"query_lens": [16], "kv_lens": [4096]})
     plan = make_plan(problem)
@@ -273,7 +274,7 @@ def test_offsets_outside_write_nothing_outside(offset: int) -> None:
 
 
 def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
-    """A window that was planned again for longer keys: scores still end where the first plan's columns do."""
+    """A window was planned again for longer keys: scores still end at the first plan's columns."""
     layout = LAYOUTS["p256_tp2"]
     problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
@@ -293,7 +294,7 @@ def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
 
 
 def test_positions_near_the_end_of_int32_see_all_keys() -> None:
-    """A position past the last int32 is past every key."""
+    """A position beyond int32's range is after every key."""
     layout = LAYOUTS["p128_tp2"]
     problem = make_problem(layout, {"query_lens": [64], "kv_lens": [256], "positions": [1000]})
     last = replace(problem, positions=(2**31 - 11,))
@@ -314,7 +315,7 @@ def test_positions_near_the_end_of_int32_see_all_keys() -> None:
 
 
 def test_selection_equals_the_reference() -> None:
-    """Narrow and wide rows, ties, NaN and infinities, any map from columns to blocks, strided planes and carriers."""
+    """Narrow and wide rows, ties, NaN, infinities, every map from columns to blocks, strided planes and carriers."""
     draw = torch.Generator("cuda").manual_seed(0)
     tokens = 5 if SMALL else 61
     for columns in (1, 17, 1024, 1025) if SMALL else (1, 15, 16, 17, 31, 33, 500, 1023, 1024, 1025, 8192, 12287):
@@ -351,7 +352,7 @@ def test_selection_equals_the_reference() -> None:
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
 ) -> None:
-    """The facade's chain in one window; carrier rows are what the reference selects from the kernel's own scores."""
+    """The facade's chain in one window. Carrier rows equal the reference's selection of the kernel's own scores."""
     problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(
@@ -384,7 +385,7 @@ def test_output_equals_unsharded_top16(
 
 
 def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
-    """A step in one window and in several, with segments that go on from one to the next: equal to the bit."""
+    """A step in one window and in several, with segments that span windows, gives bit-equal output."""
     problem = make_problem(layout, without_padding(WINDOWS["ragged"]))
     group = Group.make(layout, tokens=1, max_model_len=1 << 23)  # so long that a step may have 64 windows
     total = len(problem.index_q)
@@ -398,14 +399,17 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
 
 
 def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
-    """Plan, local part and merge are captured once, and replayed for segments of other lengths within the bounds."""
+    """Plan, local part and merge are captured once and replayed with new segment lengths within the bounds."""
     held = ChangingWindow(layout, seed=0)
     tokens, base, valid = held.TOKENS, held.base, held.num_valid_pages
     group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
     shards = [base.shard(rank) for rank in range(layout.world_size)]
     scratch = torch.empty(group.indexers[0].prefill_scratch_shape(), device="cuda")
     carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.indexers]
-    outputs = [torch.empty(tokens, p.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda") for p in group.indexers]
+    outputs = [
+        torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+        for indexer in group.indexers
+    ]
 
     def step() -> None:
         for indexer, shard, carrier in zip(group.indexers, shards, carriers, strict=True):
@@ -454,7 +458,7 @@ def test_pdl_waits_for_the_plan_and_the_query(layout: Layout, late: str) -> None
 
 
 def test_block_scores_of_the_ranks_make_the_unsharded_ones(layout: Layout) -> None:
-    """The largest of the ranks' scores of a block is the block's, wherever its keys lie."""
+    """The maximum of the ranks' scores of a block is the unsharded score, wherever the keys are."""
     problem = make_problem(layout, WINDOWS["more and fewer keys"])
     scores, bounds = block_scores(problem)
     plan = make_plan(problem)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared steps on a GPU: what the launcher keeps, bound to other queries and keys, against the facade's methods."""
+"""Prepared steps on a GPU: launch records, rebound to other queries and keys, equal the facade's methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = {"query_lens": [100, 0, 30, 41], "kv_lens": [1500, 9, 700, 41], "paddin
 
 
 def layers_of(problem: Any, count: int) -> list[Any]:
-    """The problem of each layer: other queries, and the same keys at another place or other ones."""
+    """Return a problem per layer, with new queries and new keys."""
     generator = torch.Generator("cuda").manual_seed(11)
     draw = [
         replace(
@@ -76,7 +76,7 @@ class DecodeRanks:
         ]
 
     def run(self, layer: int, slot: int) -> None:
-        """A layer: the last rank's whole chain after the publishes of the others, then their merges."""
+        """Run a layer: the other ranks' publishes, the last rank's whole chain, and the others' merges."""
         query = self.layers[layer].index_q
         *others, last = zip(self.steps, self.shards[layer], strict=True)
         for step, keys in others:
@@ -97,7 +97,7 @@ class DecodeRanks:
 @pytest.mark.parametrize("variant", ["pdl", "no pdl", "debug", "fused"])
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, variant: str) -> None:
-    """Each layer has its own query and keys; slot sets come round, so recorded launches are bound anew."""
+    """Each layer has its own query and keys. Slot sets rotate, so launch records are rebound."""
     ranks = DecodeRanks(
         layout,
         query_len=3,
@@ -113,7 +113,7 @@ def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, variant:
 
 @pytest.mark.parametrize("query_len", [1, 8])
 def test_decode_steps_are_captured(layout: Layout, query_len: int) -> None:
-    """A graph of three layers of prepared steps, replayed."""
+    """A graph of three layers of prepared steps is captured and replayed."""
     ranks = DecodeRanks(layout, query_len=query_len, tagged=True)
     for indexer in ranks.group.indexers:
         indexer.warmup()
@@ -134,7 +134,7 @@ def test_decode_steps_are_captured(layout: Layout, query_len: int) -> None:
 
 
 def test_layers_unlike_the_first_are_refused() -> None:
-    """The launcher's own checks of a rebinding; nothing is launched."""
+    """The launcher checks what it rebinds, and launches nothing that it refuses."""
     ranks = DecodeRanks(LAYOUTS["p128_tp2"], query_len=2, tagged=False)
     ranks.run(0, 0)
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def test_layers_unlike_the_first_are_refused() -> None:
 
 @pytest.mark.parametrize(("launch", "name"), [(0, "scorer"), (1, "publisher"), (2, "merge")])
 def test_debug_compares_launches(launch: int, name: str) -> None:
-    """A recording that is not what the full path makes is told before anything is launched."""
+    """A launch record that differs from the full path's raises before anything is launched."""
     ranks = DecodeRanks(LAYOUTS["p256_tp2"], query_len=2, tagged=True, debug=True)
     step, query, keys = ranks.steps[0], ranks.layers[0].index_q, ranks.shards[0][0]
     step.publish(query, keys, slot=0)
@@ -183,9 +183,9 @@ def test_debug_compares_launches(launch: int, name: str) -> None:
 
 @pytest.mark.parametrize("variant", ["plain", "pooled", "debug", "captured"])
 def test_a_prefill_step_serves_every_layer(layout: Layout, variant: str) -> None:
-    """Windows of a step with padding, whose scorer's tensor maps are made anew for each layer's query and keys."""
+    """A step of several windows with padding. The scorer's tensor maps are rebuilt for each layer's query and keys."""
     problem = make_problem(layout, WINDOW)
-    # So long a model that a step's windows are of 128 tokens.
+    # A model so long that a step's windows have 128 tokens.
     limits = {"max_model_len": 14_000_000, "max_num_batched_tokens": 300}
     group = Group.make(layout, tokens=4, **limits)
     tokens = len(problem.index_q)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange protocol on a GPU: many steps over rotating slot sets, graph capture, and waits that run out."""
+"""The exchange protocol on a GPU: many steps with rotating slot sets, graph capture, and waits that run out."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STEPS = 30 if SMALL else 10_000
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) -> None:
-    """Each step puts its winners elsewhere: a lost, stale or mixed row shows in that step's output."""
+    """The selected blocks change from step to step, so a lost, stale or mixed row shows in that step's output."""
     layout = LAYOUTS[f"p128_tp{world_size}"]
     tokens, columns = 3, 64
     group = Group.make(layout, tokens=tokens, max_model_len=columns * 128, init_blocks=0, local_blocks=0)
     valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
     column = torch.arange(columns, device="cuda")
-    # Row (token, head) of a step takes the 16 blocks from its own offset on, rank by rank in turns.
+    # The row of (token, head) selects the 16 blocks after its own offset. They alternate between the ranks.
     start = torch.arange(tokens * NUM_HEADS, device="cuda").view(tokens, NUM_HEADS, 1) * 5
     history = []
     for step in range(STEPS):
@@ -63,7 +63,7 @@ def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> None:
-    """The chain of all ranks captured once with PDL, and replayed over other lengths in the same buffers."""
+    """The chain of all ranks is captured once with PDL and replayed with other lengths in the same buffers."""
     query_len, batch, context = 2, 5, 600 if SMALL else 20000
     problem = DecodeProblem.random(
         layout, seq_lens=[context] * batch, decode_query_len=query_len, device="cuda", seed=2
@@ -91,7 +91,7 @@ def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> Non
 
 
 def run_alone(body: str, limit: str = "spin_limit=5000", timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: what it does ends a CUDA context, or needs a fresh one."""
+    """Run code in a separate process, because it ends a CUDA context or needs a new one."""
     prelude = """
         import torch
         import flashinfer_msa
@@ -156,7 +156,7 @@ FAULT = """
     ids=["tagged-merge", "legacy-merge", "legacy-publish"],
 )
 def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
-    """A wait that runs out ends the context; the record outlives it and says which wait it was."""
+    """A wait that runs out ends the context. The fault record survives and names the wait."""
     done = run_alone(calls.replace("; ", "\n") + textwrap.dedent(FAULT))
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
@@ -172,7 +172,7 @@ def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
     ids=["tagged-merge", "legacy-publish"],
 )
 def test_a_limit_of_seconds_ends_a_wait(calls: str) -> None:
-    """With ``wait_seconds`` a wait goes on for as long, whatever the polls."""
+    """With ``wait_seconds`` a wait lasts that long, however many polls it takes."""
     body = """
     begin = time.monotonic()
     try:
@@ -194,7 +194,7 @@ def test_a_limit_of_seconds_ends_a_wait(calls: str) -> None:
 
 @pytest.mark.traps
 def test_capture_without_warmup_is_refused() -> None:
-    """Loading kernels during a capture would break it, so the call says what to do instead."""
+    """Loading kernels during a capture would break it, so the error says to call ``warmup``."""
     done = run_alone(
         """
         stream = torch.cuda.Stream()
@@ -224,7 +224,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 @two_gpus
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -> None:
-    """Ranks alternate over two GPUs of this process; calls find their tensors' device, whichever is current."""
+    """Ranks alternate between two GPUs of this process. Calls run on their tensors' device, whichever is current."""
     problem = DecodeProblem.random(layout, seq_lens=[3000, 0, 20001], decode_query_len=3, device="cuda:0", seed=6)
     expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
     devices = [torch.device("cuda", rank % 2) for rank in range(layout.world_size)]
@@ -246,7 +246,7 @@ def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -
 
 @two_gpus
 def test_tensors_of_two_gpus_are_refused() -> None:
-    """One call runs on one device; the message names the odd one out."""
+    """A call runs on one device. The error names the tensor that is on another."""
     group = Group.make(LAYOUTS["p128_tp2"], tokens=4, max_model_len=2048)
     valid = torch.full((4,), 16, dtype=torch.int32, device="cuda:0")
     output = torch.zeros(4, 2, TOP_K, dtype=torch.int32, device="cuda:1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples with real ranks, a GPU each."""
+"""The examples run with a GPU per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from example_runs import EXAMPLES, run_example
 
 @pytest.fixture(params=[2, 4])
 def processes(request: pytest.FixtureRequest) -> int:
-    """Each size of a group that the GPUs suffice for."""
+    """Return each group size that there are GPUs for."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, has {torch.cuda.device_count()}")
     return request.param
@@ -18,7 +18,7 @@ def processes(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
 def test_decode(processes: int, options: tuple[str, ...]) -> None:
-    """Steps in CUDA graphs that start with each slot set, beside an eager one."""
+    """Most steps replay CUDA graphs, one per first slot set. One step runs eagerly."""
     sizes = ("--layers", 7, "--steps", 9, "--batch", 5, "--context", 9000)
     run = run_example(EXAMPLES / "tp_decode.py", *options, *sizes, processes=processes, backend="cake", seconds=120)
     assert run.status == 0, run.printed
@@ -28,7 +28,7 @@ def test_decode(processes: int, options: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
 def test_serving_step(processes: int, options: tuple[str, ...]) -> None:
-    """Mixed steps, of which some replay the graphs of earlier ones."""
+    """Mixed steps, some of which replay graphs that earlier steps captured."""
     sizes = ("--layers", 6, "--steps", 40, "--batch", 4, "--context", 9000, "--chunk", 1024, "--window", 400)
     script = EXAMPLES / "tp_serving_step.py"
     run = run_example(script, *options, *sizes, processes=processes, backend="cake", seconds=120)
