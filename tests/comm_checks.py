@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a process group checks about receive storage: functions that ``process_group`` runs."""
+"""Checks of receive storage that every rank of a process group runs; ``process_group`` calls these functions."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from flashinfer_msa.testing.problems import (
 FORCED = {"init_blocks": 1, "local_blocks": 2}
 LAYERS = 24
 SEQ_LENS = ((2300, 0, 130), (900, 4100, 5), (3000,), (1, 2047, 2048), (257, 4096, 700))
-"""Of as many problems, so that a row of the same slot set, three uses back, is another problem's."""
+"""The requests' lengths, by problem. The same slot set, reused three layers later, gets another problem's rows."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the ranks run, and by what memory they reach one another."""
+    """The device and backend that ranks run on, and the memory by which they reach one another."""
 
     device: str = "cpu"
     backend: str = "torch"
     memory: str = "auto"
 
     def indexer(self, rank: int, layout: Layout, **changes: Any) -> MSAIcpIndexerPlan:
-        """A warm indexer of one rank."""
+        """Return one rank's indexer, warmed up."""
         limits: dict[str, Any] = {
             "world_size": layout.world_size,
             "rank": rank,
@@ -78,13 +78,13 @@ class Setup:
         return indexer
 
     def comm(self, indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup | None = None) -> MSAIcpGroupComm:
-        """Receive storage of one rank."""
+        """Allocate one rank's receive storage."""
         return allocate_comm(indexer, group, memory=self.memory)
 
 
 @contextlib.contextmanager
 def refused(kind: type[Exception], says: str) -> Iterator[None]:
-    """What is inside raises ``kind`` in words that begin like ``says``, a pattern."""
+    """Assert that the body raises ``kind`` with a message that begins with the pattern ``says``."""
     try:
         yield
     except kind as error:
@@ -94,13 +94,13 @@ def refused(kind: type[Exception], says: str) -> Iterator[None]:
 
 
 def owned_top16(indexer: MSAIcpIndexerPlan, problem: Problem) -> Expected:
-    """The brute force's answer for the heads that a rank owns."""
+    """Return the brute-force Top16 of the heads that a rank owns."""
     heads = slice(indexer.rank * indexer.heads_per_rank, (indexer.rank + 1) * indexer.heads_per_rank)
     return Expected(*(part[:, heads] for part in brute_force_top16(problem, **FORCED)))
 
 
 class Rank:
-    """One rank's side of decode steps over a few problems."""
+    """One rank's decode layers over a few problems."""
 
     def __init__(self, indexer: MSAIcpIndexerPlan, comm: Any, seed: int = 0) -> None:
         self.indexer, self.comm = indexer, comm
@@ -114,24 +114,24 @@ class Rank:
         self.scores = torch.empty(indexer.decode_scores_shape(), device=indexer.device)
 
     def problem(self, layer: int) -> DecodeProblem:
-        """The problem that a layer decodes."""
+        """Return the problem that a layer decodes."""
         return self.problems[layer % len(self.problems)]
 
     def publish(self, layer: int, slot: int, tagged: bool) -> None:
-        """The first half of a layer."""
+        """Run the first half of a layer."""
         self.indexer.decode_publish(
             *self._inputs(layer), comm=self.comm, slot=slot, tagged=tagged, **self._length(layer)
         )
 
     def merge(self, layer: int, slot: int, tagged: bool) -> torch.Tensor:
-        """The second half of a layer."""
+        """Run the second half of a layer; return its output."""
         output = self.output(layer)
         valid = self.problem(layer).num_valid_pages
         self.indexer.decode_merge(valid, output, comm=self.comm, slot=slot, tagged=tagged)
         return output
 
     def decode(self, layer: int, slot: int, tagged: bool) -> torch.Tensor:
-        """A whole layer."""
+        """Run a whole layer; return its output."""
         output = self.output(layer)
         self.indexer.decode(
             *self._inputs(layer), output, comm=self.comm, slot=slot, tagged=tagged, **self._length(layer)
@@ -156,13 +156,13 @@ class Rank:
         return {"decode_query_len": self.problem(layer).decode_query_len}
 
     def output(self, layer: int) -> torch.Tensor:
-        """A poisoned output of a layer."""
+        """Return a poisoned output for a layer."""
         shape = (len(self.problem(layer).index_q), self.indexer.heads_per_rank, TOP_K)
         return torch.full(shape, -777, dtype=torch.int32, device=self.indexer.device)
 
 
 def decode_layers(sides: Sequence[Rank], tagged: bool, layers: int = LAYERS) -> None:
-    """Decode layer by layer, the ranks out of step, and compare every output."""
+    """Decode layer by layer with random delays, and compare every output with the brute force."""
     pause = random.Random(sides[0].indexer.rank)
     outputs = []
     for layer in range(layers):
@@ -177,7 +177,7 @@ def decode_layers(sides: Sequence[Rank], tagged: bool, layers: int = LAYERS) -> 
 
 
 def decode(rank: int, layout: str, tagged: bool, setup: Setup) -> None:
-    """Many layers of decode equal the brute force, and the storage is as the layout says."""
+    """Many decode layers equal the brute force, and the storage matches the layout."""
     indexer = setup.indexer(rank, LAYOUTS[layout])
     with setup.comm(indexer) as comm:
         indexer.check_comm(comm)
@@ -190,13 +190,13 @@ def decode(rank: int, layout: str, tagged: bool, setup: Setup) -> None:
             assert not tensor.any()
         dist.barrier()
         decode_layers([Rank(indexer, comm)], tagged)
-        # Whoever merges clears or counts; what the other row kind uses was never written.
+        # Merges clear flags or advance counters. The rows of the other row kind were never written.
         assert not (comm.recv if tagged else comm.tagged_recv).any()
         assert not comm.recv[..., -1].any()
 
 
 def late_rank(rank: int, setup: Setup) -> None:
-    """A rank that comes late is waited for, at the allocation and at a layer."""
+    """The others wait for a late rank, at the allocation and at a layer."""
     layout = LAYOUTS[f"p128_tp{dist.get_world_size()}"]
     indexer = setup.indexer(rank, layout)
     late = rank == layout.world_size - 1
@@ -212,7 +212,7 @@ def late_rank(rank: int, setup: Setup) -> None:
 
 
 def legacy_publisher_waits(rank: int) -> None:
-    """A legacy row that its owner has not released is waited for."""
+    """A publisher waits for a legacy row that its owner has not released."""
     setup = Setup()
     indexer = setup.indexer(rank, LAYOUTS["p128_tp2"])
     with setup.comm(indexer) as comm:
@@ -228,7 +228,7 @@ def legacy_publisher_waits(rank: int) -> None:
 
 
 def waits_that_run_out(rank: int, tagged: bool) -> None:
-    """A peer that does nothing ends a wait by polls or by seconds, in words, of the facade and of bare functions."""
+    """A wait for an idle peer ends by polls or by seconds with an error, in the facade and in the bare functions."""
     setup = Setup()
     row_kind = "tagged" if tagged else "legacy"
     row = rf"the {row_kind} receive row 0 \(owned head 0\) of slot set 2"
@@ -281,7 +281,7 @@ def waits_that_run_out(rank: int, tagged: bool) -> None:
 
 
 def disagreement(rank: int, setup: Setup) -> None:
-    """Ranks that differ are refused on every rank, by name and values, and the group still works."""
+    """Ranks with different settings are refused on every rank, by name and values, and the group still works."""
     world_size = dist.get_world_size()
     layout, other = LAYOUTS[f"p128_tp{world_size}"], LAYOUTS[f"p256_tp{world_size}"]
     odd = rank == 1
@@ -316,7 +316,7 @@ def disagreement(rank: int, setup: Setup) -> None:
 
 
 def one_rank_fails(rank: int, setup: Setup) -> None:
-    """What fails on one rank raises on all, and leaves nothing behind."""
+    """A failure on one rank raises on all and leaves nothing behind."""
     layout = LAYOUTS[f"p128_tp{dist.get_world_size()}"]
     indexer = setup.indexer(rank, layout)
     odd = rank == 1
@@ -338,7 +338,7 @@ def one_rank_fails(rank: int, setup: Setup) -> None:
         says = r"the ranks cannot store into one another's memory \(shared: .*No space left"
         with broken if odd else contextlib.nullcontext(), refused(RuntimeError, says):
             setup.comm(indexer)
-        # A path that is another file elsewhere, as in containers of one name: refused, and not made.
+        # A path that names another file on another rank, as in containers with one host name: refused, and not created.
         gone = mock.patch.object(os, "stat", side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
         with gone if odd else contextlib.nullcontext(), refused(RuntimeError, "the ranks cannot store .*No such file"):
             setup.comm(indexer)
@@ -349,7 +349,7 @@ def one_rank_fails(rank: int, setup: Setup) -> None:
 
 
 def left_behind() -> list[Path]:
-    """Return names of shared memory that stay. Other processes of this machine may have some for a moment."""
+    """Return shared-memory files that stay. Other processes of this machine may have some for a moment."""
     names = set(Path("/dev/shm").glob("flashinfer-msa-*"))
     deadline = time.monotonic() + 10
     while names and time.monotonic() < deadline:
@@ -359,7 +359,7 @@ def left_behind() -> list[Path]:
 
 
 def wrong_group(rank: int, setup: Setup) -> None:
-    """A group that is not the ranks of the indexer is refused on every rank."""
+    """A group whose ranks are not the indexer's is refused on every rank."""
     world_size = dist.get_world_size()
     other = 6 - world_size
     indexer = setup.indexer(rank % other, LAYOUTS[f"p128_tp{other}"])
@@ -383,7 +383,7 @@ def wrong_group(rank: int, setup: Setup) -> None:
 
 
 def closing(rank: int, setup: Setup) -> None:
-    """A closed comm is gone, waits for its peers, and can be made again; an exception does not wait."""
+    """``close`` waits for the peers and frees the storage, which can be allocated again. An exception does not wait."""
     layout = LAYOUTS[f"p256_tp{dist.get_world_size()}"]
     indexer = setup.indexer(rank, layout)
     comm = setup.comm(indexer)
@@ -423,7 +423,7 @@ def closing(rank: int, setup: Setup) -> None:
     fourth.close(wait=False)
     dist.barrier()
 
-    # From several threads at once it is closed once, though its peer comes late.
+    # Several threads close it at once, while its peer is late. It is closed once.
     sixth = setup.comm(indexer)
     with ThreadPoolExecutor(3 if rank else 1) as threads:
         time.sleep(0.2 * late)
@@ -440,7 +440,7 @@ def closing(rank: int, setup: Setup) -> None:
 
 
 def two_groups(rank: int, setup: Setup) -> None:
-    """Two groups of the same processes, or halves of the processes, know nothing of each other."""
+    """Two groups of the same processes, or of halves of the processes, are independent."""
     world_size = dist.get_world_size()
     whole = [dist.new_group(list(range(world_size))) for _ in range(2)]
     indexers = [setup.indexer(rank, LAYOUTS[f"p{page}_tp{world_size}"]) for page in (128, 256)]
@@ -458,13 +458,13 @@ def two_groups(rank: int, setup: Setup) -> None:
 
 
 def carriers_of(world_size: int, tokens: int, device: Any) -> list[torch.Tensor]:
-    """Every rank's carrier, of numbers that tell where they come from."""
+    """Return every rank's carrier, in which no number occurs twice."""
     whole = torch.arange(world_size * NUM_HEADS * tokens * ROW_WORDS, dtype=torch.int32, device=device)
     return list(whole.view(world_size, NUM_HEADS, tokens, ROW_WORDS))
 
 
 def exchanging(rank: int, setup: Setup) -> None:
-    """The exchange is the one that the simulation does, whatever the tokens and the group."""
+    """The exchange equals the simulated one, whatever the tokens and the group."""
     world_size = dist.get_world_size()
     indexer = setup.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
     for group in (None, dist.new_group(list(range(world_size)))):
@@ -477,7 +477,7 @@ def exchanging(rank: int, setup: Setup) -> None:
 
 
 def captured_exchange(rank: int, setup: Setup) -> None:
-    """A CUDA graph of the exchange sends what the carrier holds at each replay."""
+    """A CUDA graph of the exchange sends the carrier's content at each replay."""
     world_size = dist.get_world_size()
     indexer = setup.indexer(rank, LAYOUTS[f"p128_tp{world_size}"])
     carriers = carriers_of(world_size, 50, indexer.device)
@@ -540,7 +540,7 @@ def exchange_refuses(rank: int) -> None:
 
 
 def prefill(rank: int, layout: str, setup: Setup) -> None:
-    """A prefill step, exchanged, equals the brute force."""
+    """A prefill step with its exchange equals the brute force."""
     indexer = setup.indexer(rank, LAYOUTS[layout], accumulation="exact")
     problem = PrefillProblem.random(
         indexer.layout, query_lens=(70, 0, 30), kv_lens=(300, 40, 1900), device=indexer.device, seed=5
@@ -558,7 +558,7 @@ def prefill(rank: int, layout: str, setup: Setup) -> None:
 
 
 def killed_peer(rank: int, tagged: bool) -> float:
-    """Rank 1 is killed in mid-step; the others are told who was missing, in about ``wait_seconds``, and close."""
+    """Rank 1 is killed in mid-step. After about ``wait_seconds`` the others get an error that names it, and close."""
     world_size = dist.get_world_size()
     indexer = Setup().indexer(rank, LAYOUTS[f"p128_tp{world_size}"], wait_seconds=0.5)
     comm = allocate_comm(indexer)
@@ -577,14 +577,14 @@ def killed_peer(rank: int, tagged: bool) -> float:
         with refused(RuntimeError, rf"rank {rank} waited .* for rank \d to merge and release {row}, and gives up"):
             side.publish(5, 2, False)
     begin = time.monotonic()
-    # With more ranks only the neighbours of the dead one know that the group is broken.
+    # With more ranks, only the dead one's neighbours know that the group is broken.
     comm.close(wait=world_size == 2)
     assert comm.closed and time.monotonic() - begin < 10
     return seconds
 
 
 def foreign_fields(rank: int) -> None:
-    """Any object with the fields of a comm will do between processes too."""
+    """Any object with a comm's fields works between processes too."""
     indexer = Setup().indexer(rank, LAYOUTS["p128_tp2"])
     with allocate_comm(indexer) as comm:
         decode_layers([Rank(indexer, SimpleNamespace(**vars(comm)))], False, layers=4)

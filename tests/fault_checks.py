@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that lose a peer: functions that ``process_group`` runs. A fault ends the CUDA context, and so the process."""
+"""Checks of ranks that lose a peer; ``process_group`` runs them. A fault ends the CUDA context and so the process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import flashinfer_msa
 from flashinfer_msa.layout import LAYOUTS, NUM_SLOT_SETS
 
 LAYERS = 6
-"""Layers before the peer goes; the next has slot set 0."""
+"""Layers before the peer is killed. The next one has slot set 0."""
 LAYOUT = "p128_tp2"
-_GOES_AFTER = 0.3
-"""Seconds for which the peer still lives while it is waited for."""
+_KILLED_AFTER = 0.3
+"""Seconds for which the peer still lives while the other rank waits for it."""
 _sides: list[Rank] = []
 
 
 def start(rank: int, tagged: bool, limit: dict[str, Any], setup: Setup) -> None:
-    """Decode some layers with the peer, so that everything is loaded, mapped and in step."""
+    """Decode some layers with the peer, so that all kernels are loaded and all memory is mapped."""
     indexer = setup.indexer(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
     side = Rank(indexer, setup.comm(indexer))
     dist.barrier()
@@ -37,10 +37,10 @@ def start(rank: int, tagged: bool, limit: dict[str, Any], setup: Setup) -> None:
 
 
 def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
-    """Rank 1 is killed in the middle of a layer; rank 0 waits, and writes what it was told to ``results``.
+    """Rank 1 is killed in the middle of a layer. Rank 0 waits, and writes the errors that it gets to ``results``.
 
-    A ``"merge"`` waits for rows that rank 1 has not published; a legacy ``"publish"`` for rows that rank 1 has not
-    released, with which rank 1 published a layer and died before its merge. Neither process comes back.
+    A ``"merge"`` waits for rows that rank 1 has not published. A legacy ``"publish"`` waits for rows that rank 1 has
+    not released, because it published the layer and died before its merge. Neither process returns.
     """
     (side,) = _sides
     slot = LAYERS % NUM_SLOT_SETS
@@ -48,7 +48,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
         if wait == "publish":
             side.publish(LAYERS, slot, tagged)
             _synchronize(side)
-        time.sleep(_GOES_AFTER)
+        time.sleep(_KILLED_AFTER)
         os.kill(os.getpid(), signal.SIGKILL)
     output, valid = side.output(LAYERS), side.problem(LAYERS).num_valid_pages
     if wait == "publish":
@@ -75,7 +75,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
 
 
 def come_late(rank: int, tagged: bool, seconds: float) -> None:
-    """Rank 1 comes to a layer so many seconds late, which is no fault."""
+    """Rank 1 starts a layer ``seconds`` late, which is not a fault."""
     (side,) = _sides
     begin = time.monotonic()
     if rank == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode and prefill over many inputs by ranks in processes: functions that ``process_group`` runs."""
+"""Checks of decode and prefill over many inputs with a process per rank; ``process_group`` runs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashinfer_msa.testing.problems import (
 )
 
 Results = dict[tuple[Any, ...], Comparison]
-"""What became of each case."""
+"""The comparison of each case."""
 
 QUERY_LENS = range(1, 9)
 BATCHES: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "long": {"query_lens": (900, 1), "kv_lens": (18000, 2000)},
 }
 WAYS = ("eager", "prepared", "layer graphs", "graph", "graph of prepared")
-"""How a step is launched; the last two on a GPU alone."""
+"""Ways to launch a step. The last two need a GPU."""
 PREFILL_CASES = list(itertools.product(WINDOWS, CHAINS, WAYS[:4]))
 """Window, chain and way."""
 _LONGEST = 20001
@@ -59,12 +59,12 @@ _LAYERS, _STEPS = 9, 7
 
 
 def ways_on(device: str) -> tuple[str, ...]:
-    """The ways that there are on a type of device."""
+    """Return the ways to launch on a type of device."""
     return WAYS if device == "cuda" else WAYS[:3]
 
 
 def decode_matrix(rank: int, layout: str, query_lens: range, setup: Setup) -> Results:
-    """Every decode case of a layout, each once in every slot set, with and without programmatic dependent launch."""
+    """Run every decode case of a layout, once per slot set, with and without programmatic dependent launch."""
     indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=43, max_decode_query_len=8, max_model_len=_LONGEST, max_num_seqs=5
     )
@@ -103,7 +103,7 @@ def decode_matrix(rank: int, layout: str, query_lens: range, setup: Setup) -> Re
 
 
 def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, setup: Setup) -> Results:
-    """Steps of several layers, launched in each way, over queries that no row of an earlier use fits to."""
+    """Run steps of several layers, launched in each way. Queries change, so a row of an earlier use would be wrong."""
     indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=9, max_model_len=_LONGEST, num_sparse_layers=_LAYERS, max_num_seqs=4
     )
@@ -155,14 +155,14 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, setup: 
         if indexer.device.type == "cuda":
             assert graphs.stats["replayed_layers"] == _LAYERS * (_STEPS - 2), graphs.stats
         assert int(comm.errors) == 0
-        # No graph outlives the storage that it stores into.
+        # Graphs must not outlive the storage that they store into.
         graphs.clear()
     return results
 
 
 def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, setup: Setup) -> Results:
-    """Every prefill case of some of ``WINDOWS``, cut at ``tokens``: launched in each way, over queries that change."""
-    # So many tokens a step that it may have four windows.
+    """Run every prefill case of some ``WINDOWS``, cut at ``tokens``, launched in each way, with changing queries."""
+    # Enough tokens per step for four windows.
     indexer = setup.indexer(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
     scratch = torch.empty(indexer.prefill_scratch_shape(), device=indexer.device)
     pool = torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device=indexer.device)
@@ -234,26 +234,26 @@ def _prefill_ways(
 def _captured(
     run: Callable[[], None], queries: list[torch.Tensor] | None = None, problems: list[Problem] | None = None
 ) -> Callable[[], None]:
-    """The replay of a graph of ``run``, which has run once, of ``problems``' queries."""
+    """Run ``run`` once with ``problems``' queries, capture it, and return the graph's replay."""
     for layer, query in enumerate(queries or []):
         query.copy_(problems[layer % len(problems)].index_q)
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # The process group's own threads query events meanwhile.
+    # The process group's own threads query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 def _with_other_queries(problem: Any, count: int) -> list[Any]:
-    """The same cache and lengths with random queries, the same on every rank."""
+    """Return problems with the same cache and lengths and new random queries, equal on every rank."""
     generator = torch.Generator(problem.index_q.device).manual_seed(9)
     return [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(count)]
 
 
 def planes(indexer: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and output, poisoned; ``strided`` ones are views of larger tensors, not aligned."""
+    """Return poisoned scores and output. ``strided`` ones are unaligned views of larger tensors."""
     columns, heads, more = indexer.decode_score_columns, indexer.heads_per_rank, int(strided)
     scores = torch.full((tokens, NUM_HEADS + more, columns + 3 * more), -12345.5, device=indexer.device)
     output = torch.full((tokens, heads + more, TOP_K + 3 * more), -777, dtype=torch.int32, device=indexer.device)
@@ -261,6 +261,6 @@ def planes(indexer: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) ->
 
 
 def decode_pool(indexer: MSAIcpIndexerPlan) -> torch.Tensor:
-    """A pool for the fused chain, of a larger key in every slot than any candidate has."""
+    """Return a pool for the fused chain, filled with a key larger than any candidate's."""
     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=indexer.max_decode_tokens)
     return torch.full((size,), 255, dtype=torch.uint8, device=indexer.device)
