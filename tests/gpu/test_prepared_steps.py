@@ -171,8 +171,10 @@ def test_debug_compares_launches(launch: int, name: str) -> None:
     step.record(query, keys, slot=1)
     torch.cuda.synchronize()
     before = [comm.storages[0].clone() for comm in ranks.group.comms]
-    words = step._chains[1]._words
-    parameters = words[len(words) - (3 - launch) * 64 :]  # the last 512 bytes are the last launch's
+    # The launch record is the only int64 tensor. Its last 512 bytes are the last launch's parameters.
+    attributes = vars(step._chains[1]).values()
+    (record,) = (each for each in attributes if isinstance(each, torch.Tensor) and each.dtype == torch.int64)
+    parameters = record[len(record) - (3 - launch) * 64 :]
     parameters[3] += 16
     with pytest.raises(RuntimeError, match=rf"the {name} that the step would launch is not the one"):
         step.publish(query, keys, slot=1)
