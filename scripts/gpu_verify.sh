@@ -7,7 +7,7 @@
 #
 # The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has. $PEERS is its --peers. The sanitizer's
 # tools may take $SANITIZER_SECONDS (default: 3600). $SANITIZER_TOOLS names those to run; a record needs all four. Parts
-# that an earlier run of the same sources finished in $OUT are not run again, so the work can be split over several runs.
+# that an earlier run of the same sources finished in $OUT are not run again, so several runs can share the work.
 source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 digest=$("$python" scripts/gpu_record.py --digest)
