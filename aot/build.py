@@ -27,7 +27,7 @@ from ..manifest import FILE as MANIFEST
 from ..version import __version__
 from . import launcher, matrix, nvrtc, ptxas, toolkit
 from .matrix import Architecture, Unit
-from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
+from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_headers, source_digest
 from .toolkit import BuildError, Toolkit
 
 _log = logging.getLogger("flashinfer_msa")
@@ -153,8 +153,10 @@ def _compile(
     for target in targets:
         for unit in target.units:
             _write(work_dir / f"{_source(unit)}.cu", render(unit, templates).encode())
-    _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
-    environment = _write_ninja(work_dir, targets, compiler, templates)
+    headers = {launcher.GENERATED / name: text for name, text in render_headers(templates).items()}
+    for path, text in headers.items():
+        _write(work_dir / path, text.encode())
+    environment = _write_ninja(work_dir, targets, compiler, templates, list(headers))
     return _run_ninja(work_dir, lock, environment, jobs, progress or (lambda line: None))
 
 
@@ -213,7 +215,7 @@ def _locked(work_dir: Path) -> Iterator[int]:
 
 
 def _write_ninja(
-    work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path
+    work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path, headers: list[Path]
 ) -> dict[str, str]:
     """Write ``build.ninja`` and return the environment that it runs in.
 
@@ -248,12 +250,12 @@ def _write_ninja(
                     variables={"compiler": variable, "flags": list(flags), "log": log},
                 )
         if compiler:
-            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, templates))
+            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, work_dir, templates))
             _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
             # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
             sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
             implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
-            implicit += ["launcher.txt", f"{launcher.GENERATED}/constants.h"]
+            implicit += ["launcher.txt", *map(str, headers)]
             writer.build(launcher.FILE, "launcher", implicit=implicit)
     return environment
 

@@ -21,8 +21,8 @@ FILE = "libflashinfer_msa.so"
 GLIBC = (2, 28)
 """Oldest glibc that a launcher built by zig loads on."""
 
-GENERATED = "include"
-"""Folder of rendered headers, below the work folder that the compiler runs in."""
+GENERATED = Path("include")
+"""Folder of rendered headers, below the work folder."""
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 """Machines by their numbers in ELF files."""
 
@@ -91,15 +91,16 @@ def machine() -> str:
     return _MACHINES[number]
 
 
-def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> list[str]:
-    """Return the command line that builds the launcher into ``output``."""
+def command(compiler: Compiler, output: str, work_dir: Path, templates: Path = TEMPLATES) -> list[str]:
+    """Return the command line that builds the launcher into ``output`` with the rendered headers in ``work_dir``."""
     return [
         *compiler.command,
         *_FLAGS,
         f"-ffile-prefix-map={PACKAGE}=.",
         f"-I{_tvm_ffi() / 'include'}",
         f"-I{templates}",
-        f"-I{GENERATED}",
+        f"-I{NATIVE}",
+        f"-I{work_dir.resolve() / GENERATED}",  # zig finds what it has compiled by this line, whatever the folder
         *map(str, sorted(NATIVE.glob("*.cc"))),
         f"-L{_library().resolve().parent}",
         "-ltvm_ffi",

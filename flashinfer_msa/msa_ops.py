@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 
 from .backends import find_backend, find_eager_backend
-from .backends.calls import (
+from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
+from .layout import NUM_HEADS
+from .prefill.accumulation import is_exact
+from .prefill.host_plan import make_host_plan
+from .prefill.window import MSAIcpScorePlan, planned_window, require_score_plan
+from .runtime.calls import (
     DecodeScore,
     Merge,
     PrefillPlan,
@@ -21,11 +26,6 @@ from .backends.calls import (
     SelectPrefill,
     SelectPublish,
 )
-from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
-from .layout import NUM_HEADS
-from .prefill.accumulation import is_exact
-from .prefill.host_plan import make_host_plan
-from .prefill.window import MSAIcpScorePlan, require_score_plan
 from .sizing import (
     msa_icp_comm_layout,
     msa_icp_decode_pool_bytes,
@@ -473,7 +473,7 @@ def msa_icp_index_score_sharded_plan_device(
         max_seq_len=max_seq_len,
     )
     find_backend(backend).prefill_plan(call)
-    return call.plan()
+    return planned_window(call)
 
 
 def msa_icp_index_score_sharded(

@@ -1,7 +1,7 @@
 // Publication of a selected row into the receive row of the head's owner, by the first warp of a CTA.
 inline namespace kernels {
 
-template <msa_icp::RowForm kForm>
+template <msa_icp::RowKind kRowKind>
 struct Publication {
   const msa_icp::PublishParams& p;
   int token, owner, owned;  // the head is the owner's number `owned`
@@ -20,7 +20,7 @@ struct Publication {
         row(((static_cast<long long>(p.slot) * p.world_size + p.rank) * p.heads_per_rank + owned) * p.capacity + token),
         counter(nullptr),
         generation(0) {
-    if (kForm == msa_icp::RowForm::kTagged) {
+    if (kRowKind == msa_icp::RowKind::kTagged) {
       counter = p.generations + (static_cast<long long>(p.slot) * kHeads + head) * p.capacity + token;
       generation = static_cast<unsigned>(*counter) + 1;
     }
@@ -28,7 +28,7 @@ struct Publication {
 
   // Between this and the constructor lies a barrier of the CTA.
   __device__ __forceinline__ void store(const Selected& selected, int lane) const {
-    if (kForm == msa_icp::RowForm::kTagged) {
+    if (kRowKind == msa_icp::RowKind::kTagged) {
       // A word carries its generation, so each validates itself: no order among the stores, and none with others, is
       // needed. Relaxed system-scope 64-bit stores are enough, as they cannot tear.
       unsigned long long* to = reinterpret_cast<unsigned long long*>(base) + row * kTaggedWords;
@@ -45,7 +45,7 @@ struct Publication {
         // Acquire: pairs with the owner's release of 0, after which none of its lanes reads the old words again.
         for (Polls polls; ptx::load_acquire(flag) != 0;) {
           if (polls.exhausts(p)) {
-            fail_wait(p.fault, p.errors, msa_icp::Wait::kPublish, kForm, p.rank, p.slot, owner, owned, token, polls);
+            fail_wait(p.fault, p.errors, msa_icp::Wait::kPublish, kRowKind, p.rank, p.slot, owner, owned, token, polls);
           }
         }
       }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..prefill.window import MSAIcpScorePlan
-from .calls import (
+from ..runtime.calls import (
     Decode,
     DecodeScore,
     Merge,

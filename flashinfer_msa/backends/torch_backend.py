@@ -11,10 +11,7 @@ import torch
 from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
 from ..prefill.window import MSAIcpScorePlan
 from ..runtime import native, shared
-from ..sizing import ceil_div, max_items, require_device
-from . import reference
-from .base import Chain
-from .calls import (
+from ..runtime.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -27,6 +24,9 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
+from ..sizing import ceil_div, max_items, require_device
+from . import reference
+from .base import Chain
 from .chains import DECODE_LAUNCHES, CheckedCalls
 from .storage import CheckedStorage, StorageTable
 

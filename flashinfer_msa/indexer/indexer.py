@@ -11,13 +11,13 @@ import torch
 
 from ..backends import find_backend, find_eager_backend
 from ..backends.base import Chain
-from ..backends.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
 from ..backends.storage import StorageTable
 from ..layout import MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS
 from ..limits import check_limits
 from ..prefill.accumulation import is_exact
 from ..prefill.tuning import prefill_tuning
-from ..prefill.window import MSAIcpScorePlan, require_score_plan
+from ..prefill.window import MSAIcpScorePlan, planned_window, require_score_plan
+from ..runtime.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
 from ..sizing import (
     MAX_WINDOW_TOKENS,
     ceil_div,
@@ -351,7 +351,7 @@ accumulation
         if isinstance(qo_segment_lens, torch.Tensor) and qo_segment_lens.dim() == 1:
             require_int("segments of qo_segment_lens", len(qo_segment_lens), 0, self.max_num_seqs)
         find_backend(self.backend).prefill_plan(call)
-        return call.plan()
+        return planned_window(call)
 
     def prefill_local(
         self,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..backends.base import Chain
-from ..backends.calls import Decode
 from ..backends.chains import DECODE_LAUNCHES, NUM_PUBLISH_LAUNCHES, PREFILL_LAUNCHES
 from ..backends.storage import CheckedStorage, ReceiveStorage
 from ..layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
 from ..limits import Limits
 from ..prefill.window import MSAIcpScorePlan, require_score_plan
 from ..runtime import native
+from ..runtime.calls import Decode
 from ..sizing import require_int
 
 Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]

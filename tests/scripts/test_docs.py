@@ -220,9 +220,9 @@ def test_architectures_are_those_of_the_build_matrix() -> None:
 def test_error_messages_are_those_of_the_code() -> None:
     """Every part of a message between what it fills in stands in the sources like that."""
     text = sources("flashinfer_msa")
-    # These are made of pieces.
-    form = {"form": "legacy", "rank": 0, "slot": 1, "peer": 1, "head": 0, "row": 5, "polls": 9}
-    text += "".join(str(Fault(wait=wait, **form)) for wait in ("publish", "merge"))
+    # These are put together at run time.
+    record = {"row_kind": "legacy", "rank": 0, "slot": 1, "peer": 1, "head": 0, "row": 5, "polls": 9}
+    text += "".join(str(Fault(wait=wait, **record)) for wait in ("publish", "merge"))
     messages = [cells[0].strip("`") for cells in rows("errors.md") if cells[0].startswith("`")]
     assert len(messages) > 30
     for message in messages:
