@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts cubins that were built apart into one data folder, beside a launcher."""
+"""Combines cubins of separate builds in one data folder, with a launcher."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from .toolkit import BuildError
 def assemble(
     folders: Iterable[Path], out_dir: Path | None = None, *, progress: Callable[[str], None] | None = None
 ) -> BuildResult:
-    """Write the cubins of ``folders``, each the output of an earlier build, and a launcher into ``out_dir``.
+    """Write a launcher and the cubins of ``folders`` into ``out_dir``. Each folder is the output of an earlier build.
 
-    ``out_dir`` is the package's own data folder by default, and holds no other cubins afterwards. Only the launcher is
-    compiled. ``BuildError``, with nothing changed, where a folder's cubins are not all there, not intact, not of these
-    sources, or not those that another folder has of the same set.
+    ``out_dir`` defaults to the package's own data folder. Afterwards it has no other cubins. Only the launcher is
+    compiled.
+
+    Raises ``BuildError``, and changes nothing, if a folder lacks cubins, if a cubin is damaged or was built from other
+    sources, or if two folders have different cubins of the same name.
     """
     out_dir = out_dir or DATA
     files: dict[str, bytes] = {}
@@ -35,7 +37,7 @@ def assemble(
     with tempfile.TemporaryDirectory() as staging:
         root = Path(staging)
         publish(root, files, {"schema": SCHEMA, "cubins": list(entries.values())})
-        # Keeps of the cubins those that are of these sources.
+        # Drops the cubins that were built from other sources.
         built = build(root, [], progress=progress)
         stale = sorted(entries.keys() - {entry["file"] for entry in built.manifest["cubins"]})
         if stale:
@@ -46,7 +48,7 @@ def assemble(
 
 
 def _read(folder: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Return the entries of a folder's manifest with the bytes they describe."""
+    """Return the entries of a folder's manifest, each with its cubin."""
     try:
         manifest = read_manifest(folder)
         cubins = [(entry, manifest.read_cubin(entry)) for entry in manifest.data["cubins"]]
@@ -58,7 +60,7 @@ def _read(folder: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def _lacking(manifest: Manifest) -> list[str]:
-    """Name the cubins that a set must have and has not."""
+    """Return the names of the cubins that the manifest's sets should have but lack."""
     lacking = []
     for found in manifest.sets:
         here = {Path(entry["file"]).stem for entry in found.entries}

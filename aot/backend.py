@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PEP 517 build backend: setuptools, after the launcher and the cubins have been built."""
+"""The PEP 517 build backend. It builds the launcher and the cubins, then calls setuptools."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 
 _PROJECT = Path("pyproject.toml")
 _EPOCH = 315532800
-"""Time of the files in a wheel where ``SOURCE_DATE_EPOCH`` states none: the first that a ZIP archive can hold."""
+"""Time of the files in a wheel if ``SOURCE_DATE_EPOCH`` is not set: the earliest that a ZIP archive can hold."""
 
 
 def build_requirements() -> list[str]:
-    """Return the ``build`` extra, the headers that the launcher needs, and compilers where this machine lacks them."""
+    """Return the ``build`` extra, apache-tvm-ffi for its headers, and the compilers that this machine lacks."""
     project = tomllib.loads(_PROJECT.read_text())["project"]
     requirements = [*project["optional-dependencies"]["build"]]
     requirements += [name for name in project["dependencies"] if name.startswith("apache-tvm-ffi")]
@@ -47,7 +47,7 @@ def build_requirements() -> list[str]:
 
 
 def missing_compilers() -> list[str]:
-    """Return the packages of the compilers that a wheel's cubins are made with, as far as this machine lacks them."""
+    """Return the packages of the compilers that a wheel's cubins need and this machine lacks."""
     if _prebuilt():
         return []
     toolkits = toolkit.find()
@@ -65,12 +65,12 @@ def missing_compilers() -> list[str]:
 
 
 def _prebuilt() -> list[Path]:
-    """Folders of cubins that ``FLASHINFER_MSA_PREBUILT`` names, separated as in PATH."""
+    """Return the folders of cubins in ``FLASHINFER_MSA_PREBUILT``, which separates them as PATH does."""
     return [Path(part) for part in os.environ.get("FLASHINFER_MSA_PREBUILT", "").split(os.pathsep) if part]
 
 
 def _build() -> None:
-    # Jinja and ninja exist only once the requirements above are installed.
+    # These import jinja2 and ninja, which are installed only after the hooks above have named them.
     from .assemble import assemble
     from .build import build
 
@@ -84,22 +84,22 @@ def _build() -> None:
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Return what ``build_wheel`` needs besides setuptools."""
+    """Return the packages that ``build_wheel`` needs besides setuptools."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *build_requirements()]
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Return what ``build_editable`` needs besides setuptools."""
+    """Return the packages that ``build_editable`` needs besides setuptools."""
     return [*build_meta.get_requires_for_build_editable(config_settings), *build_requirements()]
 
 
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build launcher and cubins, then the wheel that carries them: the same bytes from the same sources and tools."""
+    """Build the launcher, the cubins and the wheel. The same sources and tools give the same bytes."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(_EPOCH))
     _build()
-    # Setuptools would pack files of an earlier build that the project no longer has.
+    # Otherwise setuptools packs files of an earlier build that the project no longer has.
     for stale in Path("build").glob("lib*"):
         shutil.rmtree(stale)
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
@@ -108,31 +108,31 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build launcher and cubins into the checkout, then the wheel that points to it."""
+    """Build the launcher and the cubins in the checkout, then a wheel that points to the checkout."""
     _build()
     return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 class BdistWheel(bdist_wheel):
-    """Tags the wheel by platform alone: the launcher has a C interface, so any Python 3 loads it.
+    """Tags the wheel by platform only, and makes it independent of the umask.
 
-    What the umask was when the sources were checked out does not show in it.
+    Any Python 3 can load the launcher, because it has a C interface.
     """
 
     def finalize_options(self) -> None:
-        """Count the launcher as an extension module, so that the wheel is not one for any platform."""
+        """Count the launcher as an extension module, so that the wheel gets a platform tag."""
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 
     def write_wheelfile(self, wheelfile_base: str, *args: Any, **kwargs: Any) -> None:
-        """Write the last of the wheel's files, and give all of them the same permissions."""
+        """Write the last file of the wheel, then give all files the same permissions."""
         super().write_wheelfile(wheelfile_base, *args, **kwargs)
         for path in Path(self.bdist_dir).rglob("*"):
             if path.is_file():
                 path.chmod(0o644)
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the tag: the oldest platform that the launcher loads on."""
+        """Return the tag of the oldest platform that the launcher loads on."""
         from .build import DATA, MANIFEST
         from .launcher import wheel_platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the build matrix and the launcher, checks what came out, and writes it with a manifest for the runtime."""
+"""Compiles the build matrix and the launcher, checks the results, and writes them with a manifest."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _SAME_ADDRESSES = (
     "-ISc",
     "import ctypes, os, sys; ctypes.CDLL(None).personality(0x0040000); os.execvp(sys.argv[1], sys.argv[1:])",
 )
-"""Runs a command so that it and what it starts find their memory at the same addresses each time, if Linux lets them.
+"""Prefix of a command that turns off address randomization for it and its children, if Linux allows that.
 
-Some of what ptxas does depends on them: it schedules the merge kernels in one of several ways. The number is
-``ADDR_NO_RANDOMIZE``.
+ptxas depends on addresses: it schedules the merge kernels in one of several ways. 0x0040000 is ``ADDR_NO_RANDOMIZE``.
 """
 
 
 @dataclass(frozen=True)
 class Target:
-    """What one compiler makes for one architecture: ``units``, in ``folder`` of the work folder and of the output.
+    """The ``units`` of one architecture, compiled with one toolkit.
 
-    Those for drivers of different major versions lie side by side.
+    The cubins go to ``folder``, in the work folder and in the output. An architecture has one folder per major version
+    of CUDA.
     """
 
     architecture: Architecture
@@ -56,13 +56,13 @@ class Target:
 
     @property
     def folder(self) -> str:
-        """Relative path of its files."""
+        """Relative path of the cubins."""
         return f"{self.architecture.name}/cuda{self.toolkit.version[0]}"
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A finished build: the manifest, where it lies, and how many files had to be compiled for it."""
+    """A finished build: the manifest's path and content, and how many files were compiled."""
 
     path: Path
     manifest: dict[str, Any]
@@ -70,7 +70,10 @@ class BuildResult:
 
 
 def default_work_dir() -> Path:
-    """Return where sources and objects are kept between builds: ``build/aot`` of a checkout, else the user's cache."""
+    """Return the folder that keeps sources and objects between builds.
+
+    It is ``build/aot`` of a checkout, and a folder of the user's cache for an installed package.
+    """
     checkout = PACKAGE.parent
     if (checkout / "pyproject.toml").is_file() and os.access(checkout, os.W_OK):
         return checkout / "build" / "aot"
@@ -87,12 +90,14 @@ def build(
     work_dir: Path | None = None,
     templates: Path = TEMPLATES,
 ) -> BuildResult:
-    """Build the launcher and the cubins of ``architectures`` into ``out_dir``, compiling only what has changed.
+    """Build the launcher and the cubins of ``architectures`` into ``out_dir``. Compile only what has changed.
 
-    ``architectures`` defaults to ``toolkit.selected_architectures()`` and ``out_dir`` to the package's own data folder.
-    Cubins of other architectures that are already there stay in the manifest while they still match their sources.
-    ``progress`` is called with a line for each file compiled. Nothing in ``out_dir`` changes when a build fails, which
-    is always a ``BuildError``: no compiler, a compiler's error, a kernel that spills, or one that is missing.
+    ``architectures`` defaults to ``toolkit.selected_architectures()``, and ``out_dir`` to the package's data folder.
+    Cubins of other architectures that are already in ``out_dir`` stay in the manifest if they match their sources.
+    ``progress`` is called with one line per compiled file.
+
+    Raises ``BuildError``, and changes nothing in ``out_dir``, if there is no compiler, if a file does not compile, or
+    if a kernel spills or is missing.
     """
     out_dir = out_dir or DATA
     work_dir = work_dir or default_work_dir()
@@ -126,7 +131,7 @@ def build(
 
 
 def build_cubins(out_dir: Path, architecture: str, chosen: Toolkit, *, work_dir: Path) -> None:
-    """Build the cubins of one architecture with one compiler into ``out_dir``, and a manifest without a launcher."""
+    """Build the cubins of one architecture with one toolkit into ``out_dir``. The manifest has no launcher."""
     units = tuple(matrix.units([architecture]))
     targets = [Target(units[0].architecture, chosen, units)]
     with _locked(work_dir) as lock:
@@ -136,7 +141,7 @@ def build_cubins(out_dir: Path, architecture: str, chosen: Toolkit, *, work_dir:
 
 
 def _by_architecture(names: Iterable[str]) -> list[tuple[Unit, ...]]:
-    """The units of each architecture, in the order of ``names``."""
+    """Return the units of each architecture, in the order of ``names``."""
     return [tuple(matrix.units([name])) for name in dict.fromkeys(names)]
 
 
@@ -149,7 +154,7 @@ def _compile(
     progress: Callable[[str], None] | None,
     templates: Path,
 ) -> int:
-    """Compile what has changed, the launcher too where a ``compiler`` for it is given. Returns how many files."""
+    """Compile what has changed, including the launcher if there is a ``compiler``. Return the number of files."""
     for target in targets:
         for unit in target.units:
             _write(work_dir / f"{_source(unit)}.cu", render(unit, templates).encode())
@@ -161,7 +166,7 @@ def _compile(
 
 
 def _collect(work_dir: Path, targets: list[Target], templates: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """Return the compiled cubins by file, each checked, and their entries for the manifest."""
+    """Check the compiled cubins. Return them by file name, with their entries for the manifest."""
     files: dict[str, bytes] = {}
     entries = []
     for target in targets:
@@ -175,7 +180,7 @@ def _collect(work_dir: Path, targets: list[Target], templates: Path) -> tuple[di
 
 
 def publish(out_dir: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> None:
-    """Write the files, and the manifest last: whoever reads it finds what it names."""
+    """Write the files, then the manifest, so that a reader finds every file that the manifest names."""
     for name, content in files.items():
         _write(out_dir / name, content)
     _write(out_dir / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
@@ -191,7 +196,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` at once, in a folder that is made for it, and leave it alone where it is the same."""
+    """Replace ``path`` atomically, and make its folder. Do nothing if the content is the same."""
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,9 +205,9 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _locked(work_dir: Path) -> Iterator[int]:
-    """Keep builds that share a work folder from running at the same time.
+    """Let only one build at a time use a work folder. Yield the descriptor of the lock.
 
-    Compilers inherit the descriptor that is yielded, so that those of a build that was killed are waited for.
+    Compilers inherit the descriptor. If a build is killed, the next one waits for the compilers that it left running.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     with open(work_dir / ".lock", "w") as lock:
@@ -217,18 +222,19 @@ def _locked(work_dir: Path) -> Iterator[int]:
 def _write_ninja(
     work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path, headers: list[Path]
 ) -> dict[str, str]:
-    """Write ``build.ninja`` and return the environment that it runs in.
+    """Write ``build.ninja``. Return the environment variables that it needs.
 
-    Commands name compilers by environment variable, and every output depends on a file with the compiler's version.
-    So outputs are compiled again when a compiler changes, but not when the same one lies elsewhere, as in the
-    short-lived environments that package installers build in. Paths are relative, so that none reaches a cubin.
+    Commands name a compiler by an environment variable, and each output depends on a file with the compiler's version.
+    So outputs are compiled again if the compiler changes, but not if only its path changes, as it does in the
+    temporary environments of package installers. Paths are relative, so that none gets into a cubin.
     """
     environment = {"BUILD_PYTHON": sys.executable, "BUILD_NVRTC": nvrtc.__file__}
     with open(work_dir / "build.ninja", "w") as file:
-        writer = ninja.Writer(file, width=120)
+        writer_class: Any = ninja.Writer  # its type stubs are wrong: they take the file for a str
+        writer = writer_class(file, width=120)
         end = "> $log 2>&1 || { cat $log; exit 1; }"
         writer.rule("nvcc", f'"$$$compiler" $flags -Xptxas -v,-warn-spills $in -o $out {end}', description="$out")
-        # The environment is part of what NVRTC finds in memory.
+        # NVRTC's output depends on the content of its memory, and the environment is part of that.
         clean = 'env -i ${LD_LIBRARY_PATH:+LD_LIBRARY_PATH="$LD_LIBRARY_PATH"}'.replace("$", "$$")
         program = '"$$BUILD_PYTHON" -I -S "$$BUILD_NVRTC" "$$$compiler"'
         writer.rule("nvrtc", f"{clean} {program} $out $in $flags {end}", description="$out")
@@ -250,9 +256,10 @@ def _write_ninja(
                     variables={"compiler": variable, "flags": list(flags), "log": log},
                 )
         if compiler:
-            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, work_dir, templates))
+            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, work_dir))
             _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
-            # The command line is in the environment, where ninja sees no change: the file that makes it stands for it.
+            # Ninja does not see a changed command line, which is in the environment. launcher.py makes it, so the
+            # launcher depends on that file instead.
             sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
             implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
             implicit += ["launcher.txt", *map(str, headers)]
@@ -263,7 +270,7 @@ def _write_ninja(
 def _run_ninja(
     work_dir: Path, lock: int, environment: dict[str, str], jobs: int | None, progress: Callable[[str], None]
 ) -> int:
-    """Run ninja and return how many files it has made."""
+    """Run ninja. Return the number of files that it made."""
     command = [
         *_SAME_ADDRESSES,
         os.path.join(ninja.BIN_DIR, "ninja"),
@@ -280,7 +287,7 @@ def _run_ninja(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        errors="replace",  # a path need not be text in this locale
+        errors="replace",  # in this locale, a path may not be valid text
         pass_fds=(lock,),
     ) as process:
         assert process.stdout is not None
@@ -297,7 +304,7 @@ def _run_ninja(
 def _entry(
     unit: Unit, file: str, cubin: bytes, used: dict[str, ptxas.Resources], chosen: Toolkit, templates: Path
 ) -> dict[str, Any]:
-    """Return the manifest's entry of one cubin."""
+    """Return the manifest's entry for one cubin."""
     return {
         "architecture": unit.architecture.name,
         "capability": list(unit.architecture.capability),
@@ -314,7 +321,7 @@ def _entry(
 
 
 def _still_current(out_dir: Path, built: set[str], templates: Path) -> list[dict[str, Any]]:
-    """Return the entries of an earlier build, of architectures not in ``built``, that still match source and file."""
+    """Return the entries of an earlier build that match their source and file, except those of ``built``."""
     try:
         earlier = json.loads((out_dir / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -333,7 +340,7 @@ def _still_current(out_dir: Path, built: set[str], templates: Path) -> list[dict
 
 
 def _remove_strays(out_dir: Path, manifest: dict[str, Any]) -> None:
-    """Delete cubins that the manifest does not name, lest a wheel carries them."""
+    """Delete cubins that the manifest does not name, so that no wheel carries them."""
     named = {out_dir / entry["file"] for entry in manifest["cubins"]}
     for path in (*out_dir.glob("*/*.cubin"), *out_dir.glob("*/*/*.cubin")):
         if path not in named:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runtime import schema
-from ..runtime.calls import OPERATIONS, PREFIXES, ChainState, PlanArguments, schema_digest
-from ..runtime.schema import DenseTensor, Flag, Group, Integer, Kind, Number, OneOf
+from ..abi import schema
+from ..abi.calls import OPERATIONS, PREFIXES, ChainState, PlanArguments, schema_digest
+from ..abi.schema import DenseTensor, Flag, Group, Integer, Kind, Number, OneOf
 
 _TYPES = {
     schema.E4M3: "Type::kE4M3",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the native launcher is compiled: with zig against an old glibc where it can be, else with the system compiler."""
+"""Compiles the native launcher: with zig against an old glibc if it is installed, else with the system compiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .render import NATIVE, PACKAGE, TEMPLATES
+from .render import NATIVE, PACKAGE
 from .toolkit import BuildError, dotted
 
 FILE = "libflashinfer_msa.so"
 GLIBC = (2, 28)
-"""Oldest glibc that a launcher built by zig loads on."""
+"""The oldest glibc that loads a launcher that zig compiled."""
 
 GENERATED = Path("include")
 """Folder of rendered headers, below the work folder."""
 _MACHINES = {62: "x86_64", 183: "aarch64"}
-"""Machines by their numbers in ELF files."""
+"""Names of machines, by their number in an ELF header."""
 
 _FLAGS = (
     "-O2",
@@ -42,14 +42,14 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: its name and version for the manifest, and how to call it."""
+    """A C++ compiler: its name and version for the manifest, and its command line."""
 
     name: str
     command: tuple[str, ...]
 
 
 def find_compiler() -> Compiler:
-    """Return zig where its package is installed, else ``$CXX``, ``c++`` or ``g++``."""
+    """Return zig if its package is installed, else ``$CXX``, ``c++`` or ``g++``."""
     if importlib.util.find_spec("ziglang"):
         zig = (sys.executable, "-m", "ziglang")
         version = subprocess.run([*zig, "version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -72,13 +72,13 @@ def _tvm_ffi() -> Path:
 
 
 def _library() -> Path:
-    """The library that the launcher is linked with: tvm-ffi's of this machine, or of the one that it is built for."""
+    """Return the tvm-ffi library to link with: the installed one, or that of another machine to build for."""
     named = os.environ.get("FLASHINFER_MSA_TVM_FFI")
     return Path(named) if named else _tvm_ffi() / "lib" / "libtvm_ffi.so"
 
 
 def machine() -> str:
-    """Return the machine that the launcher is built for, such as ``x86_64``: the one that its library is for."""
+    """Return the machine to build the launcher for, such as ``x86_64``. The tvm-ffi library decides it."""
     library = _library()
     try:
         with open(library, "rb") as file:
@@ -91,14 +91,13 @@ def machine() -> str:
     return _MACHINES[number]
 
 
-def command(compiler: Compiler, output: str, work_dir: Path, templates: Path = TEMPLATES) -> list[str]:
+def command(compiler: Compiler, output: str, work_dir: Path) -> list[str]:
     """Return the command line that builds the launcher into ``output`` with the rendered headers in ``work_dir``."""
     return [
         *compiler.command,
         *_FLAGS,
         f"-ffile-prefix-map={PACKAGE}=.",
         f"-I{_tvm_ffi() / 'include'}",
-        f"-I{templates}",
         f"-I{NATIVE}",
         f"-I{work_dir.resolve() / GENERATED}",  # zig finds what it has compiled by this line, whatever the folder
         *map(str, sorted(NATIVE.glob("*.cc"))),
@@ -112,19 +111,19 @@ def command(compiler: Compiler, output: str, work_dir: Path, templates: Path = T
 
 
 def identity(compiler: Compiler) -> str:
-    """Return what, besides its sources and this file, decides the bytes of a launcher."""
+    """Return a text of everything that decides the launcher's bytes, except its sources and this file."""
     return f"{compiler.name}\n{machine()}\ntvm-ffi {importlib.metadata.version('apache-tvm-ffi')}\n"
 
 
 def check(binary: bytes, compiler: Compiler) -> None:
-    """Refuse a launcher built by zig that needs a newer glibc than the wheel's platform tag promises."""
+    """Raise ``BuildError`` if a launcher that zig compiled needs a newer glibc than the wheel's tag says."""
     needed = {(int(found[1]), int(found[2])) for found in re.finditer(rb"GLIBC_(\d+)\.(\d+)", binary)}
     if _is_zig(compiler.name) and max(needed, default=GLIBC) > GLIBC:
         raise BuildError(f"the launcher needs glibc {dotted(max(needed))}, must load on {dotted(GLIBC)}")
 
 
 def wheel_platform(compiler_name: str) -> str:
-    """Return the platform tag of a wheel whose launcher ``compiler_name`` (as in the manifest) has built."""
+    """Return the platform tag of a wheel. ``compiler_name`` is the launcher's compiler, as in the manifest."""
     tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}" if _is_zig(compiler_name) else "linux"
     return f"{tag}_{machine()}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build matrix as data: which cubins exist, from which template, with which kernels."""
+"""The build matrix as data: all cubins, each with its template and its kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import layout as layouts
+from ..abi import schema
 from ..layout import LAYOUTS, Layout
-from ..runtime import schema
-from ..runtime.schema import CONSTANTS
 from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, PrefillScoreForm, SelectTuning
 
 
@@ -18,12 +17,13 @@ from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, PrefillScoreForm, Selec
 class Architecture:
     """One GPU architecture that cubins are compiled for.
 
-    ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` and ``dependent_launch`` say whether it has
-    ``cp.async.bulk`` with transaction barriers and programmatic dependent launch (both since sm_90); ``wgmma`` whether
-    it has warpgroup products (sm_90a alone); ``fp8_products`` whether its tensor cores multiply e4m3 as it is, by
-    ``wgmma`` or else by ``mma.sync``, of which a compiler makes conversions and products of FP16 elsewhere. It has a
-    set of cubins from a compiler of each major version in ``cuda``, since drivers of CUDA 12 load none that a compiler
-    of CUDA 13 has made.
+    ``toolkit`` is the oldest CUDA toolkit that knows it. ``bulk_copy`` is true if it has ``cp.async.bulk`` with
+    transaction barriers, and ``dependent_launch`` if it has programmatic dependent launch; both exist since sm_90.
+    ``wgmma`` is true if it has warpgroup products, which only sm_90a has. ``fp8_products`` is true if its tensor cores
+    multiply e4m3 directly, by ``wgmma`` or by ``mma.sync``; on the others, compilers convert to FP16 and multiply that.
+
+    ``cuda`` holds major versions of CUDA. The architecture has one set of cubins per version, made by a compiler of
+    that version, because CUDA 12 drivers load no cubins of CUDA 13 compilers.
     """
 
     name: str
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("sm_100a", (10, 0), (12, 8), 227 * 1024),
         Architecture("sm_103a", (10, 3), (12, 9), 227 * 1024),
-        # Its shared memory is assumed to be sm_100a's.
+        # Its shared memory is assumed to be as large as sm_100a's.
         Architecture("sm_107a", (10, 7), (13, 4), 227 * 1024, cuda=(13,)),
         Architecture("sm_110a", (11, 0), (13, 0), 227 * 1024, cuda=(13,)),
         Architecture("sm_120a", (12, 0), (12, 8), 99 * 1024, fp8_products=True),
@@ -58,7 +58,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry point of a cubin: the role the launcher looks it up by, and its launch shape."""
+    """One entry point of a cubin: its launch shape, and the role by which the launcher finds it."""
 
     role: str
     symbol: str
@@ -68,9 +68,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Unit:
-    """One cubin: a template rendered for an architecture, and for a layout where it is specialised by one.
+    """One cubin: a template that is rendered for an architecture, and for a layout unless ``layout`` is None.
 
-    ``job`` tells the cubins of one layout apart; it is empty where there is but one.
+    ``job`` tells the cubins of one layout apart.
     """
 
     architecture: Architecture
@@ -82,21 +82,22 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """File stem of the cubin within its architecture's folder."""
+        """File name of the cubin in its folder, without the suffix."""
         return f"{self.job}_{self.layout.name}" if self.layout else self.job
 
 
-FAULT_RECORD = {
+SHARED = {
+    **schema.CONSTANTS,
     "FAULT_FIELDS": schema.FAULT_FIELDS,
     "FAULT_WORDS": schema.FAULT_WORDS,
     "FAULT_WAITS": schema.FAULT_WAITS,
     "ROW_KINDS": schema.ROW_KINDS,
 }
-"""What the header of the fault record is rendered from."""
+"""What every source and header is rendered from."""
 
 
 GROUP_COLUMNS = 32
-"""Score columns that a scorer writes together: the 128 bytes of a cache line."""
+"""Score columns that a scorer writes together: 128 bytes, a cache line."""
 KEY_TILE_ROWS = 128
 """Local key rows that the prefill scorer multiplies together."""
 PLAN_THREADS = 1024
@@ -131,7 +132,7 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
             for n, warps, size in zip(query_tiles, all_warps, sizes, strict=True)
         ),
         context={
-            **CONSTANTS,
+            **SHARED,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "arch": arch,
             "layout": layout,
@@ -152,18 +153,19 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
     staging_bytes = item_rows // 8 * (8 * (GROUP_COLUMNS + 4) + 16) * 4
 
     def shared_bytes(form: PrefillScoreForm, *, lists: bool, exact: bool) -> int:
-        # Of each row: the 16 best scores, candidates of 6 bytes, and five numbers. A warp of 16 rows has one more.
+        # Each row has the 16 best scores, candidates of 6 bytes, and five numbers. With wgmma, each 16 rows have an
+        # extra row.
         rows = item_rows // 16 * 17 if arch.wgmma else item_rows
         list_bytes = rows * (layouts.TOP_K * 4 + form.room * 6 + 5 * 4)
         if not arch.wgmma:
             return form.stages * tile_bytes + (group_bytes + list_bytes if lists else staging_bytes)
-        # An item's queries, two descriptions of 36 bytes, and barriers: two a buffer, and one more.
+        # The queries of an item, two descriptions of 36 bytes, and the barriers: two per buffer, and one more.
         ring = item_rows * row_bytes + form.stages * tile_bytes + 72 + (1 + (1 + form.stages + 2) * 2) * 8
         half = 2 * 2 * tile_bytes if exact else 0
         out = group_bytes + list_bytes if lists else staging_bytes
         return -(-(ring + half + out) // 16) * 16
 
-    # A column a page; and, where a page has more than one block, a column a block; and lists.
+    # Scores with one column per page, scores with one column per block if a page has several blocks, and lists.
     outputs = {"score": "Pages", **({"score_global": "Blocks"} if layout.index_scale > 1 else {}), "lists": "Lists"}
     tuning = PREFILL_SCORE[arch.name]
     kernels, forms = [], []
@@ -172,7 +174,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
             lists = job == "lists"
             form = tuning.form(lists=lists, exact=exact)
             role = f"prefill_{job}{'_exact' if exact else ''}"
-            # Where products are of FP16 anyway, one kernel has both roles.
+            # If products are FP16 anyway, one kernel has both roles.
             symbol = f"msa_icp_{role if arch.fp8_products else 'prefill_' + job}_{layout.name}"
             size = shared_bytes(form, lists=lists, exact=exact)
             kernels.append(Kernel(role, symbol, form.threads, size))
@@ -186,7 +188,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
         template=f"prefill_score_{'wgmma' if arch.wgmma else 'mma'}.cu.j2",
         kernels=tuple(kernels),
         context={
-            **CONSTANTS,
+            **SHARED,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "KEY_TILE_ROWS": KEY_TILE_ROWS,
             "LIST_COLUMNS": list_columns,
@@ -199,7 +201,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
 
 
 def _merge_threads(tuning: SelectTuning, world_size: int) -> dict[str, int]:
-    """Return the threads of a merge CTA by where its rows come from; one warp of the decode forms only waits."""
+    """Return the threads of a merge CTA, by the source of its rows. In decode, one more warp only waits."""
     candidates = world_size * layouts.TOP_K
     decode = candidates * tuning.merge_share + 32
     return {"legacy": decode, "tagged": decode, "exchanged": candidates}
@@ -231,8 +233,7 @@ def _common_unit(arch: Architecture) -> Unit:
             Kernel("select_prefill_wide", "msa_icp_select_prefill_wide", tuning.prefill_wide),
         ),
         context={
-            **CONSTANTS,
-            **FAULT_RECORD,
+            **SHARED,
             "arch": arch,
             "world_sizes": layouts.WORLD_SIZES,
             "merge_threads": {world: _merge_threads(tuning, world) for world in layouts.WORLD_SIZES},
@@ -245,7 +246,7 @@ def _common_unit(arch: Architecture) -> Unit:
 
 
 def units(architectures: Iterable[str] | None = None) -> list[Unit]:
-    """Every cubin of the named architectures (all by default), in a fixed order."""
+    """Return all cubins of the named architectures (default: all of them), in a fixed order."""
     names = list(ARCHITECTURES) if architectures is None else list(architectures)
     unknown = [name for name in names if name not in ARCHITECTURES]
     if unknown:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a source to a cubin with NVRTC: ``nvrtc.py LIBRARY CUBIN SOURCE OPTION...``; its log goes to stderr.
+"""Compiles a source to a cubin with NVRTC: ``nvrtc.py LIBRARY CUBIN SOURCE OPTION...``. The log goes to stderr.
 
-A program of the standard library alone, since what a process has in memory before decides some of what the compiler
-does: run as ``env -i python -I -S``, it gives the same bytes from the same source, whatever the environment.
+It uses only the standard library, because NVRTC's output depends on what its process has in memory. Run as
+``env -i python -I -S``, it always gives the same bytes for the same source.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 class NvrtcError(RuntimeError):
-    """A source that does not compile, with the compiler's log, or a library that cannot be used."""
+    """The source does not compile (with the compiler's log), or the library cannot be used."""
 
 
 def compile_source(source: bytes, library: Path, options: list[str]) -> tuple[bytes, str]:
-    """Return the cubin of ``source`` and the compiler's log. ``options`` name a real architecture, such as sm_90a."""
+    """Return the cubin and the compiler's log. ``options`` must name a real architecture, such as sm_90a."""
     try:
-        # Beside the library, and found by nothing else where its folder is not on the loader's path.
+        # NVRTC loads this library by name, which fails if the folder is not on the loader's path. So load it first.
         for builtins in sorted(library.parent.glob("libnvrtc-builtins.so*")):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         nvrtc = ctypes.CDLL(str(library))
@@ -52,7 +52,7 @@ def compile_source(source: bytes, library: Path, options: list[str]) -> tuple[by
 
 
 def main() -> None:
-    """Compile, and write the cubin last."""
+    """Compile. The cubin is written only if that succeeds."""
     library, cubin, source = map(Path, sys.argv[1:4])
     try:
         content, log = compile_source(source.read_bytes(), library, sys.argv[4:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what ``ptxas -v`` reports of a cubin, and refuses kernels that spill or use more than the GPU has."""
+"""Reads the report of ``ptxas -v``. Refuses kernels that spill or that use more than the GPU has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCAL = re.compile(r"(\d+) bytes (?:lmem|cumulative stack size)")
 
 @dataclass
 class Resources:
-    """What one kernel uses, the functions that it calls included."""
+    """The resources of one kernel, including those of the functions that it calls."""
 
     static_shared_bytes: int = 0
     registers: int = 0
@@ -29,7 +29,7 @@ class Resources:
 
 
 def parse(log: str) -> dict[str, Resources]:
-    """Return the resources of every kernel in a ``ptxas -v`` report, by symbol."""
+    """Return the resources of each kernel in a report of ``ptxas -v``, by symbol."""
     kernels: dict[str, Resources] = {}
     current = Resources()
     for line in log.splitlines():
@@ -66,10 +66,10 @@ def _complaint(kernel: Kernel, used: Resources, shared_bytes: int) -> str | None
 
 
 def check(unit: Unit, log: str, cubin: bytes) -> dict[str, Resources]:
-    """Return the resources of every kernel of ``unit``, by symbol.
+    """Return the resources of each kernel of ``unit``, by symbol.
 
-    ``BuildError`` where a kernel of the matrix is missing from the cubin or the report, touches local memory, or does
-    not fit on the architecture.
+    Raises ``BuildError`` if the cubin or the report lacks a kernel of the matrix, or if a kernel uses local memory or
+    more than the architecture has.
     """
     where = f"{unit.architecture.name}/{unit.name}"
     used = parse(log)

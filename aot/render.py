@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns units of the build matrix into CUDA source, and sources into the digests that identify a build."""
+"""Renders units of the build matrix to CUDA source, and computes the digests that identify a build."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .. import layout
-from ..runtime.schema import CONSTANTS
 from . import headers
-from .matrix import FAULT_RECORD, Unit, units
+from .matrix import SHARED, Unit, units
 from .toolkit import compile_flags
 
 PACKAGE = Path(layout.__file__).resolve().parent
-"""The installed or checked-out ``flashinfer_msa`` folder."""
+"""The folder ``flashinfer_msa``, installed or in a checkout."""
 TEMPLATES = PACKAGE / "templates"
 NATIVE = PACKAGE / "native"
 
@@ -34,22 +33,22 @@ def _environment(templates: Path) -> Environment:
 
 
 def render(unit: Unit, templates: Path = TEMPLATES) -> str:
-    """Return the CUDA source of ``unit``: one self-contained translation unit."""
+    """Return the CUDA source of ``unit``, which includes no other file."""
     return _environment(templates).get_template(unit.template).render(unit.context)
 
 
 def render_headers(templates: Path = TEMPLATES) -> dict[str, str]:
     """Return the launcher's rendered headers by name: those that kernels start with, and those of its own."""
-    context = {**CONSTANTS, **FAULT_RECORD, **headers.context()}
+    context = {**SHARED, **headers.context()}
+    paths = (templates / "constants.h.j2", templates / "params.h", *sorted(NATIVE.glob("*.h.j2")))
     return {
         path.name.removesuffix(".j2"): _environment(path.parent).get_template(path.name).render(context)
-        for folder in (templates, NATIVE)
-        for path in sorted(folder.glob("*.h.j2"))
+        for path in paths
     }
 
 
 def source_digest(unit: Unit, templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 of everything but the toolkit that decides the bytes of a unit's cubin."""
+    """Return the SHA-256 of everything that decides the bytes of a unit's cubin, except the toolkit."""
     digest = hashlib.sha256("\0".join(compile_flags(unit.architecture)).encode())
     digest.update(b"\0" + render(unit, templates).encode())
     return digest.hexdigest()
@@ -71,9 +70,9 @@ def launcher_digest(templates: Path = TEMPLATES) -> str:
 
 
 def tree_digest(architecture: str, templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 over every source that runs on one architecture: its kernels and the launcher.
+    """Return the SHA-256 of all sources that run on one architecture: its kernels and the launcher.
 
-    Evidence from a GPU is filed under this digest, so that it expires when code that ran there changes, and only then.
+    Results from a GPU are recorded under this digest. They expire exactly when code that ran there changes.
     """
     digest = hashlib.sha256(launcher_digest(templates).encode())
     for unit in units([architecture]):

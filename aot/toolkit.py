@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds CUDA compilers, and those that an architecture is compiled with."""
+"""Finds CUDA compilers, and chooses those for an architecture."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NVCC_PACKAGES = tuple(
         "nvidia-cuda-cccl",
     )
 )
-"""Packages that together are the nvcc that the cubins for drivers of CUDA 13 are made with."""
+"""The packages of the nvcc that compiles the cubins for CUDA 13 drivers."""
 NVRTC_PACKAGES = {12: "nvidia-cuda-nvrtc-cu12==12.9.*", 13: "nvidia-cuda-nvrtc==13.5.*"}
-"""Run-time compilers by the major version of CUDA: the newest of 12, and one that knows every architecture."""
+"""Packages of NVRTC by major version of CUDA: the newest of 12, and one of 13 that knows every architecture."""
 
 
 class BuildError(RuntimeError):
-    """A build that cannot go on, with what to do about it."""
+    """A build that cannot continue. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A compiler: ``nvcc`` or the library of NVRTC, and its version, such as ``(13, 0)``.
+    """A compiler. ``path`` is an nvcc or a library of NVRTC.
 
-    ``build`` is the full version, such as ``13.0.88``.
+    ``version`` is such as ``(13, 0)``, and ``build`` the full version, such as ``13.0.88``.
     """
 
     path: Path
@@ -50,14 +50,14 @@ class Toolkit:
 
     @property
     def name(self) -> str:
-        """The compiler in words, such as ``nvcc 13.0.88``."""
+        """Kind and full version, such as ``nvcc 13.0.88``."""
         return f"{'NVRTC' if self.is_nvrtc else 'nvcc'} {self.build}"
 
     @property
     def driver(self) -> tuple[int, int]:
-        """The oldest CUDA version that a driver must support to load what this compiler makes.
+        """The oldest CUDA version of a driver that loads this compiler's cubins.
 
-        The format of cubins changes with the major version, and drivers read older ones.
+        The format of cubins changes with the major version. Drivers also load older formats.
         """
         return self.version[0], 0
 
@@ -68,18 +68,18 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 def compile_flags(architecture: Architecture) -> tuple[str, ...]:
-    """Return the flags that decide the code of a cubin."""
+    """Return the flags of nvcc that decide the code of a cubin."""
     number = architecture.name.removeprefix("sm_")
     return ("-cubin", "-std=c++17", "-O3", f"-gencode=arch=compute_{number},code=sm_{number}")
 
 
 def nvrtc_flags(architecture: Architecture) -> tuple[str, ...]:
-    """Return the same for NVRTC, and that it reports what kernels use."""
+    """Return the flags of NVRTC that decide the code, and the flag that makes it report the kernels' resources."""
     return (f"-arch={architecture.name}", "-std=c++17", "--ptxas-options=-v")
 
 
 def selected_architectures() -> list[str]:
-    """Return the architectures that ``FLASHINFER_MSA_ARCHITECTURES`` (a comma list) names, all where it is unset."""
+    """Return the architectures in ``FLASHINFER_MSA_ARCHITECTURES``, a comma list. Return all if it is not set."""
     value = os.environ.get("FLASHINFER_MSA_ARCHITECTURES", "")
     names = [name for name in value.replace(" ", "").split(",") if name]
     if any(name not in ARCHITECTURES for name in names):
@@ -88,13 +88,13 @@ def selected_architectures() -> list[str]:
 
 
 PROBE_SECONDS = 30.0
-"""What a compiler may take to tell its version, of a network drive that has to be woken too."""
+"""How long a compiler may take to print its version. A network drive may need to wake up first."""
 _RELEASE = re.compile(rb"release (\d+)\.(\d+), V([\d.]+)")
 
 
 @lru_cache
 def probe(path: Path) -> Toolkit | None:
-    """Return the toolkit of an ``nvcc`` or an NVRTC library, or None where it does not tell its version."""
+    """Return the toolkit of an ``nvcc`` or an NVRTC library, or None if its version cannot be found."""
     is_nvrtc = path.name.startswith("libnvrtc")
     try:
         if is_nvrtc:
@@ -114,17 +114,16 @@ def probe(path: Path) -> Toolkit | None:
 
 
 def _named() -> list[Path]:
-    """Compilers that ``FLASHINFER_MSA_NVCC`` names: one or several, separated as in PATH."""
+    """Return the compilers in ``FLASHINFER_MSA_NVCC``, which separates them as PATH does."""
     parts = os.environ.get("FLASHINFER_MSA_NVCC", "").split(os.pathsep)
-    # Compilers run in the work folder. A name without a folder is one of PATH.
+    # Paths must be absolute, because compilers run in the work folder. A name without a folder is looked up in PATH.
     return [Path(shutil.which(part) or part).absolute() for part in parts if part]
 
 
 def _candidates() -> Iterator[Path]:
-    flashinfers = os.environ.get("FLASHINFER_NVCC")
-    homes = [Path(home).absolute() for variable in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(variable))]
+    homes = [Path(value).absolute() for name in ("CUDA_HOME", "CUDA_PATH") if (value := os.environ.get(name))]
     yield from _named()
-    if flashinfers:
+    if flashinfers := os.environ.get("FLASHINFER_NVCC"):
         yield Path(flashinfers).absolute()
     for home in homes:
         yield home / "bin" / "nvcc"
@@ -135,17 +134,18 @@ def _candidates() -> Iterator[Path]:
     for home in homes:
         yield from sorted((home / "lib64").glob("libnvrtc.so.[0-9][0-9]"))
     for entry in sys.path:
-        # Where the packages of CUDA 13 and later have it, and those of CUDA 12.
+        # The first is the folder of packages of CUDA 13 and later, the second that of CUDA 12.
         for folder in ("cu[0-9]*/lib", "cuda_nvrtc/lib"):
             yield from sorted(Path(entry, "nvidia").glob(f"{folder}/libnvrtc.so.[0-9][0-9]"), reverse=True)
 
 
 def find() -> list[Toolkit]:
-    """Return every compiler of this machine, in order of preference.
+    """Return all compilers of this machine, in order of preference.
 
-    Those that ``FLASHINFER_MSA_NVCC`` names come first, then FlashInfer's ``FLASHINFER_NVCC``, then nvcc from
-    ``CUDA_HOME``, ``CUDA_PATH``, ``PATH`` and the Python packages, then NVRTC from the two homes and the packages. One
-    that ``FLASHINFER_MSA_NVCC`` names and does not work is a ``BuildError``; others are passed over.
+    The order is: ``FLASHINFER_MSA_NVCC``; FlashInfer's ``FLASHINFER_NVCC``; nvcc in ``CUDA_HOME``, ``CUDA_PATH``,
+    ``PATH`` and Python packages; NVRTC in ``CUDA_HOME``, ``CUDA_PATH`` and Python packages.
+
+    Raises ``BuildError`` if a compiler of ``FLASHINFER_MSA_NVCC`` does not work. Others that do not work are skipped.
     """
     for path in _named():
         if probe(path) is None:
@@ -155,15 +155,15 @@ def find() -> list[Toolkit]:
 
 
 def choose(architecture: Architecture, toolkits: Iterable[Toolkit], major: int | None = None) -> Toolkit | None:
-    """Return the first of ``toolkits`` that knows ``architecture``, of a ``major`` version where one is given."""
+    """Return the first of ``toolkits`` that knows ``architecture``, and has the ``major`` version if one is given."""
     known = (toolkit for toolkit in toolkits if toolkit.version >= architecture.toolkit)
     return next((toolkit for toolkit in known if major in (None, toolkit.version[0])), None)
 
 
 def choose_all(architecture: Architecture, toolkits: Sequence[Toolkit]) -> list[Toolkit]:
-    """Return the compiler of each set of cubins that ``architecture`` gets, one for each of its major versions.
+    """Return the compilers for ``architecture``: one per major version in ``architecture.cuda`` that has one here.
 
-    Where none of those is here, one of any version that knows it. ``BuildError`` where none does.
+    If none of these versions has one, return one compiler of any version. Raises ``BuildError`` if none knows it.
     """
     chosen = [choose(architecture, toolkits, major) for major in architecture.cuda]
     found = [toolkit for toolkit in chosen if toolkit]

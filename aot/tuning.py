@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning numbers of the kernels. Comments name the measurement that set a number, or say that there was none."""
+"""Tuning numbers of the kernels. A comment gives the measurement behind each number, or says that there is none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..layout import LAYOUTS
 
 @dataclass(frozen=True)
 class DecodeScoreTuning:
-    """Shape of the decode scorer: a CTA of ``warps`` warps, each with its own ring of ``stages`` key chunks.
+    """Shape of the decode scorer: a CTA has ``warps`` warps, and each warp has a ring of ``stages`` key chunks.
 
-    Warps and stages are by tiles of 8 query rows, 1 to 4; registers bound the warps. ``list_warps`` and ``list_stages``
-    are those of the fused chain's scorer, whose lists take shared memory too.
+    Each tuple is indexed by the number of tiles of 8 query rows, 1 to 4. Registers limit the warps. ``list_warps`` and
+    ``list_stages`` belong to the scorer of the fused chain, whose lists need shared memory too.
     """
 
     warps: tuple[int, int, int, int]
@@ -23,22 +23,24 @@ class DecodeScoreTuning:
     chunk_rows: int = 32
 
 
-# Keys are converted to FP16 everywhere, so that sums are exact: memory is slower. For 16 keys, 2 KB, a warp has 32
-# conversions, and 8 products with each tile of query rows. Where a multiprocessor converts in 16 lanes a clock, as on
-# sm_89, that is 32 bytes a clock: 3.8 TB/s on an L4, whose memory reads 0.3 TB/s, 10 TB/s on an RTX 4090 (1.0 TB/s).
-# Products take longest at query length 8: where a quarter of a multiprocessor takes 32 clocks for one, as on GeForce, 8
-# bytes a clock, which is 2.6 TB/s on an RTX 4090 and 3.3 TB/s on an RTX 5090 (1.8 TB/s). Computed, not measured.
+# All architectures convert keys to FP16, which makes the sums exact. Conversion is faster than memory. Computed, not
+# measured: for 16 keys (2 KB), a warp does 32 conversions, and 8 products with each tile of query rows. A
+# multiprocessor that converts 16 lanes per clock, as on sm_89, converts 32 bytes per clock: 3.8 TB/s on an L4, whose
+# memory reads 0.3 TB/s, and 10 TB/s on an RTX 4090, whose memory reads 1.0 TB/s. Products take longest at query length
+# 8. If a quarter of a multiprocessor takes 32 clocks per product, as on GeForce, that is 8 bytes per clock: 2.6 TB/s on
+# an RTX 4090, and 3.3 TB/s on an RTX 5090, whose memory reads 1.8 TB/s.
 
-# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. On an H200, 32 x 128K, P128-TP4, cold, in one run: 33.8
-# us, and 36.4 us with 8 x 3. 16 x 2 reads as fast (33.8 us), but leaves no registers for the publisher's CTAs to wait
-# beside it: the chain takes 39.3 us instead of 37.4 us. At query length 8, 37.6 us, and 41.6 us with 8 x 3.
+# 12 warps x 2 stages x 4 KB = 96 KB of keys in flight per SM. Measured in one run on an H200 with 32 x 128K, P128-TP4,
+# cold: 33.8 us, and 36.4 us with 8 x 3. 16 x 2 reads as fast (33.8 us), but leaves no registers for CTAs of the
+# publisher to wait on the same SM, so the chain takes 39.3 us instead of 37.4 us. At query length 8: 37.6 us, and 41.6
+# us with 8 x 3.
 _LARGE = DecodeScoreTuning(
     warps=(12, 12, 12, 12), stages=(2, 2, 2, 2), list_warps=(12, 12, 12, 8), list_stages=(2, 2, 2, 3)
 )
 _SMALL = DecodeScoreTuning(warps=(8, 8, 6, 4), stages=(2, 2, 2, 2), list_warps=(8, 6, 4, 4), list_stages=(2, 2, 2, 2))
 _BY_ARCHITECTURE = {
     "sm_90a": _LARGE,
-    # The same shape; these GPUs have the same 227 KB of shared memory. Not measured.
+    # The same shape, because these GPUs have the same 227 KB of shared memory. Not measured.
     "sm_100a": _LARGE,
     "sm_103a": _LARGE,
     "sm_107a": _LARGE,
@@ -54,12 +56,13 @@ DECODE_SCORE = {(arch, layout): tuning for arch, tuning in _BY_ARCHITECTURE.item
 
 @dataclass(frozen=True)
 class SelectTuning:
-    """Threads of a CTA of the publisher and of the prefill selection, for rows of up to 1024 columns and for wider.
+    """Threads per CTA of the publisher and of the prefill selection.
 
-    A CTA of the publisher takes a row. So does a wide one of the prefill selection; in a narrow one, each warp does.
-    Registers of threads are bounded so that ``wide_ctas`` of the publisher's wide ones fit a multiprocessor, and
-    ``prefill_narrow_ctas`` of the selection's narrow ones. ``merge_share`` threads share in the counting of a candidate
-    in a decode merge.
+    Narrow kernels take rows of up to 1024 columns, wide kernels take longer rows. A CTA of the publisher takes one row,
+    and so does a wide CTA of the prefill selection. In a narrow CTA of the prefill selection, each warp takes one row.
+
+    Registers per thread are limited so that ``wide_ctas`` wide CTAs of the publisher, or ``prefill_narrow_ctas`` narrow
+    CTAs of the selection, fit on a multiprocessor. In a decode merge, ``merge_share`` threads count one candidate.
     """
 
     narrow: int
@@ -71,14 +74,18 @@ class SelectTuning:
     merge_share: int
 
 
-# On an H200, publisher, 64 tokens x 1024 columns: 3.0 us; 256 tokens x 8192 columns: 14.7 us. With 128 and 256 threads,
-# 256 tokens x 1024 columns took 5.2 us instead of 6.5 us, but the chain of one token 0.1 to 0.3 us longer.
+# Measured on an H200.
 #
-# Prefill selection, 8192 tokens x 4 heads: 1024 columns 45 us, 8192 columns 267 us, and 367 us with 512 threads a row.
+# Publisher: 64 tokens x 1024 columns take 3.0 us, 256 tokens x 8192 columns take 14.7 us. With 128 and 256 threads, 256
+# tokens x 1024 columns took 5.2 us instead of 6.5 us, but the chain of one token took 0.1 to 0.3 us longer.
+#
+# Prefill selection, 8192 tokens x 4 heads: 1024 columns take 45 us, 8192 columns take 267 us. With 512 threads per row,
+# the latter took 367 us.
 _SELECT = SelectTuning(
     narrow=256, wide=512, wide_ctas=3, prefill_narrow=256, prefill_narrow_ctas=5, prefill_wide=256, merge_share=4
 )
-# With the registers of five CTAs, or of three wide ones of the publisher on sm_120a, threads would spill. Not measured.
+# Threads spill with the registers of five CTAs, and on sm_120a with those of three wide CTAs of the publisher. Not
+# measured.
 _FOUR = replace(_SELECT, prefill_narrow_ctas=4)
 _TWO = replace(_FOUR, wide_ctas=2)
 SELECT = {**dict.fromkeys(_BY_ARCHITECTURE, _FOUR), "sm_90a": _SELECT, "sm_120a": _TWO, "sm_121a": _TWO}
@@ -87,10 +94,10 @@ SELECT = {**dict.fromkeys(_BY_ARCHITECTURE, _FOUR), "sm_90a": _SELECT, "sm_120a"
 
 @dataclass(frozen=True)
 class PrefillScoreForm:
-    """Shape of a prefill scorer's CTA: threads, and key tiles of 16 KB that are in shared memory at a time.
+    """Shape of a prefill scorer's CTA. ``stages`` key tiles of 16 KB are in shared memory at a time.
 
-    A row of lists has room for ``room`` candidates. On sm_90a, threads that multiply and the others have registers of
-    their own number.
+    A row of lists has room for ``room`` candidates. On sm_90a, threads that multiply and other threads have different
+    numbers of registers.
     """
 
     threads: int
@@ -102,7 +109,7 @@ class PrefillScoreForm:
 
 @dataclass(frozen=True)
 class PrefillScoreTuning:
-    """Shapes of the prefill scorers: those that write scores or keep lists, with either accumulation.
+    """Shapes of the prefill scorers: they write scores or keep lists, and accumulate fast or exactly.
 
     Lists take ``list_columns`` score columns at a time.
     """
@@ -114,14 +121,15 @@ class PrefillScoreTuning:
     list_columns: int
 
     def form(self, *, lists: bool, exact: bool) -> PrefillScoreForm:
-        """The shape of one of them."""
+        """Return the shape of one scorer."""
         if exact:
             return self.exact_lists if lists else self.exact_scores
         return self.lists if lists else self.scores
 
 
-# As many stages as fit, and as many registers for those that multiply as 640 threads of 96 each leave them. On an H200,
-# 8192 tokens of 128K, P128-TP2, -TP4, P256-TP2, -TP4: 1304, 1236, 1382, 1292 TFLOP/s, and 654, 633, 658, 647 exactly.
+# As many stages as fit. The registers of 640 threads with 96 each are divided so that threads that multiply get as many
+# as possible. Measured on an H200 with 8192 tokens of 128K, P128-TP2, P128-TP4, P256-TP2, P256-TP4: 1304, 1236, 1382,
+# 1292 TFLOP/s, and 654, 633, 658, 647 TFLOP/s with exact accumulation.
 _WGMMA = PrefillScoreTuning(
     scores=PrefillScoreForm(threads=640, stages=9, multiply_registers=112, other_registers=32),
     lists=PrefillScoreForm(threads=640, stages=5, room=32, multiply_registers=112, other_registers=32),
@@ -131,4 +139,4 @@ _WGMMA = PrefillScoreTuning(
 )
 _MMA = PrefillScoreTuning(*(PrefillScoreForm(threads=256, stages=2, room=20),) * 4, list_columns=8)
 PREFILL_SCORE = {**dict.fromkeys(_BY_ARCHITECTURE, _MMA), "sm_90a": _WGMMA}
-"""Shapes of the prefill scorers by architecture. Those of ``mma.sync`` are not measured."""
+"""Shapes of the prefill scorers by architecture. The shapes for ``mma.sync`` are not measured."""

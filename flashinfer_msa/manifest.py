@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of installed cubins: which there are, which one fits a device, and whether its bytes are intact."""
+"""The manifest of installed cubins: it lists them, finds those for a device, and verifies their bytes."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,19 +33,19 @@ class CubinSet:
 
     @property
     def origin(self) -> str:
-        """By which compiler, and for which drivers, in words."""
+        """A text with the compiler and the drivers."""
         return "by {}, for drivers of CUDA {}.{} or newer".format(self.toolkit, *self.driver)
 
     @property
     def status(self) -> str:
-        """Whether they have run on a GPU of their architecture, in words."""
+        """A text that says whether the cubins have run on a GPU of their architecture."""
         return f"run on {self.tested_on}" if self.tested_on else "compiled, not run"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a device of ``capability`` runs them.
+        """Return whether a device of ``capability`` runs these cubins.
 
-        It does if they are for exactly that, or for an older minor version of it, unless they are
-        architecture-specific (the name ends in ``a``).
+        Their capability must be the same, or an older minor version. It must be the same if they are
+        architecture-specific, which a name that ends in ``a`` shows.
         """
         if self.capability == capability:
             return True
@@ -62,39 +62,40 @@ class Manifest:
 
     @functools.cached_property
     def sets(self) -> list[CubinSet]:
-        """The sets of cubins that are here."""
-        by_set: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        """The sets of cubins in the folder."""
+        by_set: dict[CubinSet, list[dict[str, Any]]] = {}
         for entry in self.data["cubins"]:
-            identity = (
-                entry["architecture"],
-                tuple(entry["capability"]),
-                tuple(entry["driver"]),
-                entry["toolkit"],
-                entry["tested_on"],
+            without_entries = CubinSet(
+                architecture=entry["architecture"],
+                capability=tuple(entry["capability"]),
+                driver=tuple(entry["driver"]),
+                toolkit=entry["toolkit"],
+                tested_on=entry["tested_on"],
+                entries=(),
             )
-            by_set.setdefault(identity, []).append(entry)
-        return [CubinSet(*identity, tuple(entries)) for identity, entries in by_set.items()]
+            by_set.setdefault(without_entries, []).append(entry)
+        return [replace(cubins, entries=tuple(entries)) for cubins, entries in by_set.items()]
 
     @property
     def architectures(self) -> list[str]:
-        """Architectures that have cubins here."""
+        """The architectures of the cubins in the folder."""
         return list(dict.fromkeys(cubin_set.architecture for cubin_set in self.sets))
 
     def find(self, capability: tuple[int, int], driver: tuple[int, int]) -> CubinSet | None:
-        """The cubins for a device of ``capability`` that a driver of CUDA version ``driver`` loads, or None.
+        """Return the cubins for a device of ``capability`` that a driver of CUDA version ``driver`` loads, or None.
 
-        Of several, those for the newest capability, and of these the newest compiler's.
+        If several sets fit, the newest capability wins, then the newest compiler.
         """
         fitting = [found for found in self.sets if found.runs_on(capability) and found.driver <= driver]
         return max(fitting, key=lambda found: (found.capability, found.architecture, found.driver), default=None)
 
     def launcher(self) -> Path:
-        """Path of the native launcher, its bytes verified."""
+        """Verify the native launcher and return its path."""
         self._read(self.data["launcher"])
         return self.root / self.data["launcher"]["file"]
 
     def read_cubin(self, entry: dict[str, Any]) -> bytes:
-        """Bytes of a cubin; ``RuntimeError`` where they are not those that the manifest describes."""
+        """Return the bytes of a cubin. Raises ``RuntimeError`` if they do not match the manifest."""
         return self._read(entry)
 
     def _read(self, entry: dict[str, Any]) -> bytes:
@@ -115,7 +116,7 @@ class Manifest:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Read the manifest in ``root``. ``FileNotFoundError`` where there is none, ``RuntimeError`` where it is broken."""
+    """Read the manifest in ``root``. Raises ``FileNotFoundError`` if it is missing, ``RuntimeError`` if broken."""
     path = root / FILE
     try:
         data = json.loads(path.read_text())
@@ -139,7 +140,7 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise where the manifest lacks what is read of it, or names files outside its folder."""
+    """Raise an error if the manifest lacks an entry that is needed, or names files outside its folder."""
     launcher = manifest.data.get("launcher")  # cubins that were compiled just in time have none
     for entry in [*manifest.data["cubins"], *([] if launcher is None else [launcher])]:
         file = PurePath(entry["file"])
@@ -153,5 +154,5 @@ def _check(manifest: Manifest) -> None:
 
 @functools.cache
 def load_manifest() -> Manifest:
-    """The manifest of this installation, read once."""
+    """Return the manifest of this installation. It is read only once."""
     return read_manifest(DATA)

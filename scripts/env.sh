@@ -40,7 +40,7 @@ install_project() {
   "$VENV/bin/python" -m pip install -q --upgrade pip "setuptools>=77"
   requirements=$("$VENV/bin/python" scripts/requirements.py "$1")
   "$VENV/bin/python" -m pip install -q "${constraints[@]}" -r <(echo "$requirements")
-  # Everything it needs is there by now, and flashinfer-python is left out on purpose (see requirements.py).
+  # Everything it needs is there by now.
   "$VENV/bin/python" -m pip install -q --no-deps --no-build-isolation --editable .
 }
 

@@ -49,7 +49,7 @@ def forbid_processes() -> None:
     subprocess.Popen.__init__ = refuse  # type: ignore[method-assign]
 
 
-def compare_decode(plans: list[Any]) -> int:
+def compare_decode(indexers: list[Any]) -> int:
     """Decode as every rank; the rows of Top16 that are compared with the brute force, all of them equal."""
     from flashinfer_msa.comm import local_comm
     from flashinfer_msa.layout import LAYOUTS
@@ -58,10 +58,10 @@ def compare_decode(plans: list[Any]) -> int:
     problem = DecodeProblem.random(
         LAYOUTS["p128_tp2"], seq_lens=[1000, 5000, 1, 129], decode_query_len=1, device="cuda", seed=3
     )
-    comms, outputs = local_comm(plans), []
-    for rank, plan in enumerate(plans):
-        scores = torch.empty(plan.decode_scores_shape(), device="cuda")
-        plan.decode_publish(
+    comms, outputs = local_comm(indexers), []
+    for rank, indexer in enumerate(indexers):
+        scores = torch.empty(indexer.decode_scores_shape(), device="cuda")
+        indexer.decode_publish(
             problem.index_q,
             problem.shard(rank),
             problem.block_table,
@@ -73,9 +73,9 @@ def compare_decode(plans: list[Any]) -> int:
             tagged=True,
             decode_query_len=1,
         )
-    for plan, comm in zip(plans, comms, strict=True):
+    for indexer, comm in zip(indexers, comms, strict=True):
         outputs.append(torch.empty(len(problem.index_q), 2, 16, dtype=torch.int32, device="cuda"))
-        plan.decode_merge(problem.num_valid_pages, outputs[-1], comm=comm, slot=0, tagged=True)
+        indexer.decode_merge(problem.num_valid_pages, outputs[-1], comm=comm, slot=0, tagged=True)
     counts = compare(torch.cat(outputs, dim=1), brute_force_top16(problem, init_blocks=0, local_blocks=1))
     assert counts.wrong == 0 and counts.rows == 16, counts
     return counts.rows
@@ -104,9 +104,9 @@ def main(output: Path, wheel: Path | None) -> None:
 
     imported = time.perf_counter()
     flashinfer_msa.register()
-    plans = [prepare(theirs, rank) for rank in range(2)]
+    indexers = [prepare(theirs, rank) for rank in range(2)]
     loading = time.perf_counter()
-    plans[0].warmup()
+    indexers[0].warmup()
     torch.cuda.synchronize()
     loaded = time.perf_counter()
     scores = torch.empty(1, 4, 4, device="cuda")
@@ -126,7 +126,7 @@ def main(output: Path, wheel: Path | None) -> None:
     torch.cuda.synchronize()
     called = time.perf_counter()
     assert scores[0, 0].tolist() == [0.0, *[float("-inf")] * 3]
-    rows = compare_decode(plans)
+    rows = compare_decode(indexers)
     flashinfer_msa.unregister()
     assert theirs.prepare_msa_icp_indexer is not msa_ops.prepare_msa_icp_indexer
 

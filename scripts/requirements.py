@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what tests and demo need, one requirement a line, as pyproject.toml states it: `requirements.py <extra>`.
-
-flashinfer-python is left out: it brings some 2 GB of packages, and neither tests nor demo need it installed.
-"""
+"""Prints what tests and demo need, one requirement per line, as pyproject.toml states it: `requirements.py <extra>`."""
 
 from __future__ import annotations
 
@@ -22,5 +19,5 @@ requirements = [
     *project["optional-dependencies"][sys.argv[1]],
     *build_requirements(),
 ]
-skipped = ("flashinfer-python", project["name"])
-print("\n".join(line for line in dict.fromkeys(requirements) if not line.startswith(skipped)))
+# An extra may name another extra of this project, and build_requirements() has that one's requirements.
+print("\n".join(line for line in dict.fromkeys(requirements) if not line.startswith(project["name"])))

@@ -83,13 +83,13 @@ class Pattern:
 class Soak:
     """One rank's layers of one row form. A layer is ``publish`` and ``merge``; a period ends with ``check``."""
 
-    def __init__(self, plan: MSAIcpIndexerPlan, comm: Any, *, tokens: int, tagged: bool) -> None:
-        pattern = Pattern(plan.world_size, plan.rank, tokens)
-        self.plan, self.comm, self.tagged = plan, comm, tagged
+    def __init__(self, indexer: MSAIcpIndexerPlan, comm: Any, *, tokens: int, tagged: bool) -> None:
+        pattern = Pattern(indexer.world_size, indexer.rank, tokens)
+        self.indexer, self.comm, self.tagged = indexer, comm, tagged
         self._slope, self._offset, self._expected = (
-            x.to(plan.device) for x in (pattern.slope, pattern.offset, pattern.expected)
+            x.to(indexer.device) for x in (pattern.slope, pattern.offset, pattern.expected)
         )
-        on_device = {"device": plan.device}
+        on_device = {"device": indexer.device}
         self._scores = torch.empty(tokens, NUM_HEADS, pattern.columns, **on_device)
         self._valid = torch.full((tokens,), pattern.columns, dtype=torch.int32, **on_device)
         self._outputs = torch.full(self._expected.shape, _POISON, dtype=torch.int32, **on_device)
@@ -98,7 +98,7 @@ class Soak:
 
     def publish(self, layer: int, *, enable_pdl: bool = False) -> None:
         """Write the scores of a layer of the period, and publish its rows."""
-        plan, comm = self.plan, self.comm
+        indexer, comm = self.indexer, self.comm
         torch.addcmul(self._offset[layer], self._slope[layer], self._first, out=self._scores)
         msa_ops.msa_icp_topk_select_publish(
             self._scores,
@@ -106,22 +106,22 @@ class Soak:
             comm.tagged_recv_bases if self.tagged else comm.recv_bases,
             comm.errors,
             slot=layer % NUM_SLOT_SETS,
-            rank=plan.rank,
-            world_size=plan.world_size,
-            heads_per_rank=plan.heads_per_rank,
-            capacity=plan.max_decode_tokens,
+            rank=indexer.rank,
+            world_size=indexer.world_size,
+            heads_per_rank=indexer.heads_per_rank,
+            capacity=indexer.max_decode_tokens,
             force_begin_blocks=0,
             force_end_blocks=0,
-            spin_limit=plan.spin_limit,
+            spin_limit=indexer.spin_limit,
             enable_pdl=enable_pdl,
             generations=comm.publish_generations if self.tagged else None,
-            backend=plan.backend,
+            backend=indexer.backend,
         )
 
     def merge(self, layer: int, *, enable_pdl: bool = False) -> None:
         """Merge the rows of a layer of the period."""
         form = {"slot": layer % NUM_SLOT_SETS, "tagged": self.tagged, "enable_pdl": enable_pdl}
-        self.plan.decode_merge(self._valid, self._outputs[layer], comm=self.comm, **form)
+        self.indexer.decode_merge(self._valid, self._outputs[layer], comm=self.comm, **form)
 
     def check(self) -> None:
         """Count the wrong rows of a period, and go on to the next."""
@@ -142,7 +142,7 @@ class Soak:
     def _wait(self, nanoseconds: float) -> None:
         if not nanoseconds:
             return
-        if self.plan.device.type == "cuda":
+        if self.indexer.device.type == "cuda":
             torch.cuda._sleep(int(nanoseconds * _CYCLES_A_NANOSECOND))
         else:
             time.sleep(nanoseconds * 1e-9)
@@ -150,7 +150,7 @@ class Soak:
     def run(self, periods: int, draw: random.Random) -> None:
         """Run so many periods: the first as it is, the others as CUDA graphs in random order where there is a GPU."""
         kinds = [(draw_delays(draw), bool(i % 2)) for i in range(_GRAPHS)]
-        if self.plan.device.type == "cpu":
+        if self.indexer.device.type == "cpu":
             for _ in range(periods):
                 delays, enable_pdl = draw.choice(kinds)
                 self.period(delays, enable_pdl=enable_pdl)
@@ -185,21 +185,23 @@ def draw_delays(draw: random.Random) -> list[list[float]]:
     return delays
 
 
-def soak(plan: MSAIcpIndexerPlan, comm: Any, *, form: str, layer_steps: int, tokens: int, seed: int) -> dict[str, Any]:
+def soak(
+    indexer: MSAIcpIndexerPlan, comm: Any, *, form: str, layer_steps: int, tokens: int, seed: int
+) -> dict[str, Any]:
     """Run one row form on every rank of the group, and return what all of them found."""
     periods = -(-layer_steps // PERIOD)
-    run = Soak(plan, comm, tokens=tokens, tagged=form == "tagged")
+    run = Soak(indexer, comm, tokens=tokens, tagged=form == "tagged")
     dist.barrier()
     begin = time.perf_counter()
-    run.run(periods, random.Random(f"{seed} {form} {plan.rank}"))
+    run.run(periods, random.Random(f"{seed} {form} {indexer.rank}"))
     found = [int(run.wrong), int(comm.errors[0]), time.perf_counter() - begin]
-    everywhere: list[Any] = [None] * plan.world_size
+    everywhere: list[Any] = [None] * indexer.world_size
     dist.all_gather_object(everywhere, found)
     wrong, errors, seconds = zip(*everywhere, strict=True)
     return {
         "form": form,
-        "ranks": plan.world_size,
-        "gpus": min(plan.world_size, torch.cuda.device_count()) if plan.device.type == "cuda" else 0,
+        "ranks": indexer.world_size,
+        "gpus": min(indexer.world_size, torch.cuda.device_count()) if indexer.device.type == "cuda" else 0,
         "layer_steps": periods * PERIOD,
         "rows": periods * PERIOD * tokens * NUM_HEADS,
         "wrong": sum(wrong),
@@ -238,7 +240,7 @@ def main(
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    plan = msa_ops.prepare_msa_icp_indexer(
+    indexer = msa_ops.prepare_msa_icp_indexer(
         world_size=world_size,
         rank=rank,
         num_index_heads=NUM_HEADS,
@@ -255,10 +257,10 @@ def main(
         backend=backend,
     )
     results = []
-    with allocate_comm(plan) as comm:
-        plan.warmup()
+    with allocate_comm(indexer) as comm:
+        indexer.warmup()
         for form in forms or FORMS:
-            results.append(soak(plan, comm, form=form, layer_steps=layer_steps, tokens=tokens, seed=seed))
+            results.append(soak(indexer, comm, form=form, layer_steps=layer_steps, tokens=tokens, seed=seed))
             if rank == 0:
                 click.echo(json.dumps(results[-1]))
                 if output is not None:

@@ -1,5 +1,5 @@
 // What a wait for a peer does when it gives up: count it, record it, end the context.
-{% include "fault_record.h.j2" %}
+// Needs: params.h, polls.cuh, ptx/system_scope.cuh.
 
 namespace msa_icp {
 

@@ -13,7 +13,17 @@ inline constexpr int kDecodeBatchTile = 1024;
 // Score columns up to which the publisher for narrow rows serves.
 inline constexpr int kNarrowColumns = 1024;
 
-struct FaultRecord;  // fault_record.h.j2
+enum class Wait : int { kPublish = {{ FAULT_WAITS.publish }}, kMerge = {{ FAULT_WAITS.merge }} };
+enum class RowKind : int { kLegacy = {{ ROW_KINDS.legacy }}, kTagged = {{ ROW_KINDS.tagged }} };
+
+// The first wait of a device that gives up writes this into mapped host memory before it traps, `complete` last.
+// `rank` and `slot` are -1 where the call does not know them. flashinfer_msa/abi/schema.py has the fields.
+struct FaultRecord {
+{% for field in FAULT_FIELDS %}
+  int {{ field }};
+{% endfor %}
+  int padding[{{ FAULT_WORDS - FAULT_FIELDS | length }}];
+};
 
 // Parameters have no undefined bytes, between their fields or after them, so that the launcher can compare them whole.
 // Strides count elements of their tensor, except page_pitch, which counts bytes. A wait for a peer gives up after

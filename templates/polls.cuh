@@ -1,4 +1,5 @@
 // How long a wait for a peer goes on.
+// Needs: ptx/system_scope.cuh.
 inline namespace kernels {
 
 // How often and how long a wait has polled.

@@ -1,15 +1,16 @@
 // Selection by a CTA: the Top16 candidates of one (token, head) row.
 //
-// Thread i holds the columns i, i + kThreads, ...; the 32 residues of the column modulo 32 are 32 disjoint groups, so
-// the 16th largest of the groups' best scores bounds the 16th best score from below. The few candidates at or above the
-// bound are listed and ranked by counting. Should a row crowd its large or equal scores into few groups, so that the
-// list overflows, the candidates are taken one by one instead.
+// Thread i holds the columns i, i + kThreads, and so on. Columns that are equal modulo 32 form a group. The 16th
+// largest of the 32 groups' best scores is a lower bound of the 16th best score. The few candidates at or above the
+// bound are listed and ranked by counting. If large or equal scores crowd into few groups and the list overflows,
+// candidates are selected one by one instead.
+// Needs: params.h, constants.h.j2, rank_keys.cuh, score_row.cuh.
 inline namespace kernels {
 
 constexpr int kListCapacity = 256;
-// Columns up to which all are listed: ranking them takes no longer than finding a bound.
+// A row of at most so many columns is listed whole: ranking all takes no longer than finding a bound.
 constexpr int kFewColumns = 128;
-static_assert(kFewColumns <= kListCapacity, "all fit the list");
+static_assert(kFewColumns <= kListCapacity, "a short row fits the list");
 
 template <int kThreads>
 struct Selection {
@@ -22,9 +23,8 @@ struct Selection {
   Key warp_best[kWarps];
 };
 
-// The score keys of this thread's candidates.
-//
-// A thread's first kAhead columns are loaded along with the number of pages rather than after it.
+// The score keys of this thread's candidates. It loads its first kAhead columns along with the number of pages, not
+// after it.
 template <int kThreads, int kPerThread, int kAhead>
 struct Candidates {
   static constexpr int kCount = kPerThread;
@@ -55,14 +55,14 @@ struct Candidates {
     return result;
   }
 
-  // Of a candidate; the score of a forced one is read again.
+  // The unique key of candidate `i`. The score of a forced candidate is read again.
   __device__ __forceinline__ Key full_key(int i) const {
     const int column = column_of(i);
     return key[i] == kForcedScore ? row.key(column)
                                   : candidate_key(key[i], (column << row.shift) + row.offset, false);
   }
 
-  // Candidates at or above `bound`.
+  // How many candidates are at or above `bound`.
   __device__ __forceinline__ int count(ScoreKey bound) const {
     int result = 0;
 #pragma unroll
@@ -71,8 +71,8 @@ struct Candidates {
   }
 };
 
-// The 16th largest of the 32 groups' best scores, or 1 (every candidate) where fewer than 16 groups have one. Every
-// warp finds it for itself, which costs less than a barrier.
+// The 16th largest of the 32 groups' best scores, or 1 (every candidate passes) where fewer than 16 groups have a
+// candidate. Every warp finds it by itself, which costs less than a barrier.
 template <int kThreads, typename Candidates>
 __device__ __forceinline__ ScoreKey score_bound(const Candidates& candidates, Selection<kThreads>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -86,11 +86,11 @@ __device__ __forceinline__ ScoreKey score_bound(const Candidates& candidates, Se
   int larger = 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) larger += shared.row_best[warp][i] > best;
-  // Of the groups that fewer than 16 surpass, the least is the 16th.
+  // The 16th is the least of the groups that fewer than 16 others surpass.
   return max(__reduce_min_sync(kFullWarp, larger < kTopK ? best : kForcedScore), 1u);
 }
 
-// Leaves the 16 best candidates in shared.winner; places without one hold kNoCandidate.
+// Writes the 16 best candidates to shared.winner. Positions without a candidate hold kNoCandidate.
 template <int kThreads, typename Candidates>
 __device__ __forceinline__ void select(const Candidates& candidates, Selection<kThreads>& shared) {
   const int thread = threadIdx.x;
@@ -104,14 +104,14 @@ __device__ __forceinline__ void select(const Candidates& candidates, Selection<k
     __syncthreads();
   } else {
     const ScoreKey bound = score_bound(candidates, shared);
-    int place = candidates.count(bound);
-    if (place > 0) {
-      place = atomicAdd(&shared.count, place);
+    int position = candidates.count(bound);
+    if (position > 0) {
+      position = atomicAdd(&shared.count, position);
 #pragma unroll
       for (int i = 0; i < Candidates::kCount; ++i) {
         if (candidates.key[i] < bound) continue;
-        if (place < kListCapacity) shared.list[place] = candidates.full_key(i);
-        ++place;
+        if (position < kListCapacity) shared.list[position] = candidates.full_key(i);
+        ++position;
       }
     }
     __syncthreads();

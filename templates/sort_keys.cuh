@@ -1,6 +1,8 @@
-// Keys that the lanes of a warp hold, sorted in descending order: kLanes lanes for themselves.
+// Sorts keys that the lanes of a warp hold, one per lane.
+// Needs: constants.h.j2, rank_keys.cuh.
 inline namespace kernels {
 
+// Sorts each group of kLanes lanes in descending order.
 template <int kLanes>
 __device__ __forceinline__ Key sort_keys(Key key, int lane) {
 #pragma unroll
@@ -15,8 +17,8 @@ __device__ __forceinline__ Key sort_keys(Key key, int lane) {
   return key;
 }
 
-// The 16 best of two sorted lists, sorted, in each half of the warp. The larger of one order and the other's reverse are
-// the 16 best, and rise and fall but once: half-cleaners sort.
+// Merges two sorted lists into their 16 best, sorted, in each half of the warp. The larger keys of one list and the
+// other's reverse are the 16 best. They form a bitonic sequence, so half-cleaners sort them.
 __device__ __forceinline__ Key merge_lists(Key key, Key other, int lane) {
   key = max(key, __shfl_xor_sync(kFullWarp, other, kTopK - 1));
 #pragma unroll

@@ -23,8 +23,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import flashinfer_msa.comm
+import flashinfer_msa.comm.group
 from flashinfer_msa import msa_ops
+from flashinfer_msa.backends.torch_backend import TorchBackend
 from flashinfer_msa.comm import MSAIcpGroupComm, allocate_comm, exchange_carriers
 from flashinfer_msa.indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
@@ -295,12 +296,12 @@ def disagreement(rank: int, place: Place) -> None:
     }.items():
         refuse(field, values, place.plan(rank, layout, **{field: values[odd]}))
     refuse("page_size", (128, 256), place.plan(rank, other if odd else layout))
-    with mock.patch.object(flashinfer_msa.comm, "__version__", "0.0.1" if odd else "0.0.2"):
+    with mock.patch.object(flashinfer_msa.comm.group, "__version__", "0.0.1" if odd else "0.0.2"):
         refuse("version", ("0.0.2", "0.0.1"), plan)
     with mock.patch.object(socket, "gethostname", lambda: "there" if odd else "here"):
         refuse("host", ("here", "there"), plan)
     if place.device == "cpu":
-        with mock.patch.object(plan, "arch", "sm_90a" if odd else "sm_100a"):
+        with mock.patch.object(TorchBackend, "kernels_identity", lambda *_: "sm_90a" if odd else "sm_100a"):
             refuse("kernels", ("sm_100a", "sm_90a"), plan)
     explicit = "shared" if place.device == "cpu" else "ipc"
     refuse("memory", ("auto", explicit), plan, memory=explicit if odd else "auto")
@@ -315,10 +316,10 @@ def one_rank_fails(rank: int, place: Place) -> None:
     odd = rank == 1
     elsewhere = "rank 1 of the group failed with "
 
-    says = "plan must be an indexer plan, was 'none'"
+    says = "indexer must be an MSAIcpIndexerPlan, was 'none'"
     with refused(ValueError, says if odd else f"{elsewhere}ValueError: {says}"):
         allocate_comm("none" if odd else plan)
-    says = rf"plan\.rank must be the rank of this process in the group, 1, was {0}"
+    says = rf"indexer\.rank must be the rank of this process in the group, 1, was {0}"
     with refused(ValueError, says if odd else f"{elsewhere}ValueError: {says}"):
         place.comm(place.plan(0, layout) if odd else plan)
     wrong = "ipc" if place.device == "cpu" else "shared"
@@ -342,22 +343,27 @@ def one_rank_fails(rank: int, place: Place) -> None:
 
 
 def left_behind() -> list[Path]:
-    """Names of shared memory that nobody took away."""
-    return list(Path("/dev/shm").glob("flashinfer-msa-*"))
+    """Return names of shared memory that stay. Other processes of this machine may have some for a moment."""
+    names = set(Path("/dev/shm").glob("flashinfer-msa-*"))
+    deadline = time.monotonic() + 10
+    while names and time.monotonic() < deadline:
+        time.sleep(0.05)
+        names &= set(Path("/dev/shm").glob("flashinfer-msa-*"))
+    return sorted(names)
 
 
 def wrong_group(rank: int, place: Place) -> None:
-    """A group that is not the ranks of the plan is refused on every rank."""
+    """A group that is not the ranks of the indexer is refused on every rank."""
     world_size = dist.get_world_size()
     other = 6 - world_size
     plan = place.plan(rank % other, LAYOUTS[f"p128_tp{other}"])
-    says = rf"group must have the {other} ranks of plan\.world_size, had {world_size}$"
+    says = rf"group must have the {other} ranks of indexer\.world_size, had {world_size}$"
     with refused(ValueError, says):
         place.comm(plan)
     good = place.plan(rank, LAYOUTS[f"p128_tp{world_size}"])
     one = dist.new_group([0])
     if rank == 0:
-        with refused(ValueError, rf"group must have the {world_size} ranks of plan\.world_size, had 1$"):
+        with refused(ValueError, rf"group must have the {world_size} ranks of indexer\.world_size, had 1$"):
             allocate_comm(good, one)
     else:
         with refused(ValueError, "group must be a process group that this process is in, was "):

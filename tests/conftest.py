@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test files share: one incremental build of the whole matrix, and the skip of tests that need a GPU."""
+"""Shared by the tests: one incremental build of the whole matrix, and the skipping of tests that need a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from filelock import FileLock
 
 from flashinfer_msa.aot import toolkit
-from flashinfer_msa.aot.build import BuildResult, build
+from flashinfer_msa.aot.build import MANIFEST, BuildResult, build
+
+if not Path("/dev/nvidiactl").exists():
+    # The CPU tests use small tensors: more threads only spin at barriers, and take cores from other test processes.
+    # This precedes the import of torch, and child processes inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -40,11 +48,19 @@ def load_script() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
-    """Every architecture that an installed toolkit knows, built from this tree into a folder of its own."""
+    """All architectures that an installed toolkit knows, built from this tree, once for all workers of pytest-xdist."""
     toolkits = toolkit.find()
     known = [
         arch.name for arch in toolkit.ARCHITECTURES.values() if any(found.version >= arch.toolkit for found in toolkits)
     ]
     if not known:
         pytest.skip("needs a CUDA toolkit")
-    return build(tmp_path_factory.mktemp("data"), known)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "built"
+    with FileLock(f"{folder}.lock"):
+        # The manifest is written last.
+        if not (folder / MANIFEST).is_file():
+            return build(folder, known)
+    return BuildResult(folder / MANIFEST, json.loads((folder / MANIFEST).read_text()), compiled=0)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..runtime.calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -87,8 +87,9 @@ class Backend(Operations, Protocol):
 
     default_device: str
     """Type of the device that a call without one is for."""
-    can_capture: bool
-    """Whether a CUDA graph can hold its launches."""
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold the launches on a device."""
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in and the architecture that serves it; ``ValueError`` if it cannot."""

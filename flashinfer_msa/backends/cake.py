@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from ..manifest import load_manifest
-from ..runtime import loader, native
-from ..runtime.calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -24,6 +22,8 @@ from ..runtime.calls import (
     SelectPrefill,
     SelectPublish,
 )
+from ..manifest import load_manifest
+from ..runtime import loader, native
 from ..sizing import require_device
 from .base import Chain
 from .chains import RecordedChain
@@ -41,7 +41,10 @@ class CakeBackend:
 
     name = "cake"
     default_device = "cuda"
-    can_capture = True
+
+    def can_capture(self, device: torch.device) -> bool:
+        """Launches are all that a call does."""
+        return device.type == "cuda"
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """A CUDA device with its index filled in, and the architecture of the cubins that it loads."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..abi.calls import ChainState, Decode, ReceiveStorage
 from ..limits import Limits
-from ..runtime.calls import ChainState, Decode, ReceiveStorage
 from .handles import UNKNOWN, find_object, order_of, register_object
 
 

@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
-from ..prefill.window import MSAIcpScorePlan
-from ..runtime import native, shared
-from ..runtime.calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -24,6 +21,10 @@ from ..runtime.calls import (
     SelectPrefill,
     SelectPublish,
 )
+from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
+from ..prefill.planner import plan_work
+from ..prefill.window import MSAIcpScorePlan
+from ..runtime import native, shared
 from ..sizing import ceil_div, max_items, require_device
 from . import reference
 from .base import Chain
@@ -61,7 +62,10 @@ class TorchBackend:
 
     name = "torch"
     default_device = "cpu"
-    can_capture = False
+
+    def can_capture(self, device: torch.device) -> bool:
+        """The reference synchronizes."""
+        return False
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
         """The device with its index filled in; its type stands for the architecture."""
@@ -219,7 +223,7 @@ class TorchBackend:
         _require_torch(call)
         batch = len(call.qo_segment_lens)
         if batch > 0:
-            reference.prefill_plan(
+            plan_work(
                 call.qo_segment_lens,
                 call.kv_segment_lens,
                 call.qo_offset,

@@ -45,7 +45,7 @@ def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
 
     def shape(block: int, programs: int) -> float:
         return graph_us(
-            [lambda w=w: kernel[(sms * programs,)](w, sums, w.numel(), BLOCK=block, num_warps=8) for w in words],
+            [functools.partial(kernel[(sms * programs,)], w, sums, w.numel(), BLOCK=block, num_warps=8) for w in words],
             replays=7,
         )
 
@@ -70,7 +70,7 @@ class Ceilings:
         """The row of an FP8 matrix product."""
         a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device="cuda")
-        scaled = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        scaled: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         return _gemm_row("fp8_gemm", lambda: torch._scaled_mm(a, b.T, **scaled))
 
     @functools.cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from .. import msa_ops
 from ..comm import MSAIcpComm, local_comm
 from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, TOP_K, Layout, find_layout
-from ..testing.problems import group_plans, random_e4m3
+from ..testing.problems import group_indexers, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
@@ -65,7 +66,7 @@ class DecodeCase:
     """One rank's decode step: inputs for several layers, so that a graph over them reads cold keys."""
 
     layout: Layout
-    plan: MSAIcpIndexerPlan
+    indexer: MSAIcpIndexerPlan
     comm: MSAIcpComm
     index_q: torch.Tensor
     keys: list[torch.Tensor]
@@ -87,7 +88,7 @@ class DecodeCase:
     ) -> DecodeCase:
         """Random keys of requests of so many tokens each, in pages in random order; every rank has others."""
         batch, longest = len(contexts), max(contexts)
-        plans = group_plans(
+        indexers = group_indexers(
             layout,
             ["cuda"],
             init_blocks=0,
@@ -108,14 +109,14 @@ class DecodeCase:
         seen = (seq_lens[:, None] + torch.arange(1 - query_len, 1, device="cuda", dtype=torch.int32)).flatten()
         return cls(
             layout=layout,
-            plan=plans[rank],
-            comm=local_comm(plans)[rank],
+            indexer=indexers[rank],
+            comm=local_comm(indexers)[rank],
             index_q=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
             seq_lens=seq_lens,
             num_valid_pages=(seen + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
-            scores=torch.empty(plans[0].decode_scores_shape(), device="cuda"),
+            scores=torch.empty(indexers[0].decode_scores_shape(), device="cuda"),
             output=torch.empty(tokens, layout.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
             query_len=query_len,
         )
@@ -134,7 +135,7 @@ class DecodeCase:
             self.block_table,
             self.seq_lens,
             self.scores,
-            rank=self.plan.rank,
+            rank=self.indexer.rank,
             world_size=self.layout.world_size,
             page_size=self.layout.page_size,
             decode_query_len=self.query_len,
@@ -146,7 +147,7 @@ class DecodeCase:
         """Receive storage of ``steps`` chains, where the peers' rows are those that this rank publishes."""
         self.comm.publish_generations.zero_()
         for slot in range(NUM_SLOT_SETS):
-            self.plan.decode_publish(
+            self.indexer.decode_publish(
                 self.index_q,
                 self.keys[0],
                 self.block_table,
@@ -166,7 +167,7 @@ class DecodeCase:
 
     def chain(self, keys: torch.Tensor, comm: MSAIcpComm, slot: int, pool: torch.Tensor | None = None) -> None:
         """Launch score, publish and merge; with ``pool``, the fused chain."""
-        self.plan.decode(
+        self.indexer.decode(
             self.index_q,
             keys,
             self.block_table,
@@ -274,7 +275,7 @@ def decode_rows(
 
 def _score_figures(case: DecodeCase, ceilings: Ceilings) -> Row:
     """What the scorer takes, and its share of a streaming pass over the same bytes."""
-    us = graph_us([lambda k=k: case.score(k) for k in many_calls(case.keys)])
+    us = graph_us([partial(case.score, key) for key in many_calls(case.keys)])
     read_us = ceilings.read_us(case.keys) * case.moved_bytes / case.keys[0].nbytes
     return {"us": us, "bytes": case.moved_bytes, "tb_s": case.moved_bytes / us / 1e6, "ceiling_ratio": read_us / us}
 
@@ -314,13 +315,13 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
                     rank=0,
                     world_size=c.layout.world_size,
                     heads_per_rank=c.layout.heads_per_rank,
-                    capacity=c.plan.max_decode_tokens,
+                    capacity=c.indexer.max_decode_tokens,
                     force_begin_blocks=0,
                     force_end_blocks=1,
                     generations=c.comm.publish_generations,
                 )
 
-            shape = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
+            shape: Row = {"layout": layout.title, "tokens": tokens, "ctx": columns * BLOCK_TOKENS, "cold": False}
             size = scores.numel() * 4
             us = graph_us([publish] * 50)
             yield {"job": "select_publish", **shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}

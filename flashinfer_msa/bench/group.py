@@ -11,6 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def decode_rows(
     case = DecodeCase.make(layout, batch, context, query_len, cold=cold, rank=ranks.rank)
     keys = many_calls(case.keys)
     keys += keys[: -len(keys) % NUM_SLOT_SETS]  # the lead-in and every replay begin with slot set 0
-    with allocate_comm(case.plan) as comm:
+    with allocate_comm(case.indexer) as comm:
         calls = [lambda k=k, slot=i % NUM_SLOT_SETS: case.chain(k, comm, slot) for i, k in enumerate(keys)]
         ranks.barrier()
         us = group_us(ranks, calls, calls[:NUM_SLOT_SETS])
@@ -165,7 +166,7 @@ def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[
         exchange_carriers(case.carrier, received)
 
     def merge() -> None:
-        case.plan.prefill_merge(received, case.num_valid_pages, case.output)
+        case.indexer.prefill_merge(received, case.num_valid_pages, case.output)
 
     def layer(keys: torch.Tensor) -> None:
         case.local(window, keys)
@@ -194,7 +195,7 @@ def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[
         "note": note,
     }
     yield {"job": "merge", **case.shape, "us": group_us(ranks, [merge] * MIN_CALLS, lead_in)}
-    us = group_us(ranks, [lambda k=k: layer(k) for k in keys], lead_in)
+    us = group_us(ranks, [partial(layer, key) for key in keys], lead_in)
     note = "score, select, exchange and merge"
     yield {"job": "prefill_chain", "name": "with the exchange", **case.shape, "us": us, "note": note}
 
@@ -208,7 +209,7 @@ def group_steps(ranks: Ranks, peers: Peers | None) -> list[Step]:
         *(
             Step(
                 f"{layout.title}, {shape.batch} x {keys_text(shape.context)}",
-                lambda layout=layout, shape=shape: decode_rows(ranks, layout, shape, ceilings, peers),
+                partial(decode_rows, ranks, layout, shape, ceilings, peers),
                 ranks.world_size,
             )
             for shape in DECODE_SHAPES
@@ -217,7 +218,7 @@ def group_steps(ranks: Ranks, peers: Peers | None) -> list[Step]:
         *(
             Step(
                 f"{layout.title}, {tokens} of {keys_text(context)}",
-                lambda layout=layout: prefill_rows(ranks, layout, PREFILL_SHAPE),
+                partial(prefill_rows, ranks, layout, PREFILL_SHAPE),
                 ranks.world_size,
             )
             for layout in layouts

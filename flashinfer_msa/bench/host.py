@@ -7,9 +7,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from ..indexer.layer_graphs import MSAIcpGraphStep
 from ..layout import LAYOUTS, NUM_SLOT_SETS
 from ..runtime import native
 from .decode import DecodeCase
@@ -23,10 +25,10 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     """
     case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, context, 1, cold=False)
     armed = case.armed(1)
-    (comm,), plan = armed.comms, case.plan
+    (comm,), indexer = armed.comms, case.indexer
     query, keys = case.index_q, case.keys[0]
     prepared = (case.block_table, case.seq_lens, case.num_valid_pages, case.scores, case.output)
-    form = {"comm": comm, "tagged": True, "decode_query_len": 1}
+    form: dict[str, Any] = {"comm": comm, "tagged": True, "decode_query_len": 1}
     slots = itertools.cycle(range(NUM_SLOT_SETS))
     # The second step of a key captures; then every slot set has its graph.
     warm_calls = 3 * NUM_SLOT_SETS
@@ -47,15 +49,15 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
     def row(name: str, us: float) -> Row:
         return {"job": "host", "name": name, "us": us, "cold": False}
 
-    decode = plan.decode
+    decode = indexer.decode
     yield row("decode, 3 launches", median_us(lambda slot: decode(query, keys, *prepared, slot=slot, **form)))
 
-    step = plan.prepare_decode_step(*prepared, **form)
+    step = indexer.prepare_decode_step(*prepared, **form)
     run = step.run
     yield row("prepared decode step", median_us(lambda slot: run(query, keys, slot=slot)))
 
-    graphs = plan.layer_graphs()
-    begun = []
+    graphs = indexer.layer_graphs()
+    begun: list[MSAIcpGraphStep] = []
 
     def begin_step() -> None:
         begun[:] = [graphs.begin_step(decode=step, decode_tokens=step.tokens)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -67,7 +68,7 @@ class Jobs:
             *(
                 Step(
                     f"{layout.title}, {shape.tokens} of {keys_text(shape.context)}, {_warmth(shape.cold)}",
-                    lambda layout=layout, shape=shape: prefill_rows(layout, shape, self.ceilings, self.peers),
+                    partial(prefill_rows, layout, shape, self.ceilings, self.peers),
                 )
                 for layout in self.layouts
                 for shape in shapes or PREFILL_SHAPES
@@ -99,7 +100,7 @@ class Jobs:
             Step(
                 f"{layout.title}, {shape.batch} x {keys_text(shape.context)}, query length {shape.query_len}, "
                 f"{_warmth(shape.cold)}",
-                lambda layout=layout, shape=shape: decode_rows(layout, shape, jobs, self.ceilings, self.peers),
+                partial(decode_rows, layout, shape, jobs, self.ceilings, self.peers),
             )
             for layout in self.layouts
             for shape in shapes or DECODE_SHAPES
@@ -108,7 +109,7 @@ class Jobs:
 
     def _fixed_decode_steps(self, temperatures: Sequence[bool]) -> list[Step]:
         ragged = [
-            Step(f"{layout.title}, ragged batch", lambda layout=layout: ragged_rows(layout, self.ceilings))
+            Step(f"{layout.title}, ragged batch", partial(ragged_rows, layout, self.ceilings))
             for layout in self.layouts
         ]
         selection = [Step("publisher and merge", lambda: selection_rows(self.layouts))]
@@ -118,9 +119,7 @@ class Jobs:
         sweeps = [
             Step(
                 f"{layout.title}, {min(tokens)} to {max(tokens)} of {keys_text(context)}, {_warmth(cold)}",
-                lambda layout=layout, context=context, tokens=tokens, cold=cold: sweep_rows(
-                    layout, context, tokens, self.ceilings, cold=cold
-                ),
+                partial(sweep_rows, layout, context, tokens, self.ceilings, cold=cold),
             )
             for cold in temperatures
             for layout in self.layouts
@@ -134,10 +133,7 @@ class Jobs:
         ]
 
     def _ragged_windows(self) -> list[Step]:
-        return [
-            Step(f"{layout.title}, ragged window", lambda layout=layout: balance_rows(layout))
-            for layout in self.layouts
-        ]
+        return [Step(f"{layout.title}, ragged window", partial(balance_rows, layout)) for layout in self.layouts]
 
 
 def _warmth(cold: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ class Peers:
         for peer in wanted:
             us = self._measured[peer.name, row["job"], shape]
             if us is not None:
-                case: Any = {key: row[key] for key in (*CASE_KEYS, "us") if key in row}
+                case: Any = {key: value for key, value in row.items() if key in (*CASE_KEYS, "us")}
                 yield {**case, "peer": peer.name, "peer_us": us, "speedup": us / row["us"], "note": note}
 
     def _measure(self, peers: Sequence[Peer], job: str, shape: PeerShape) -> None:
@@ -233,7 +234,7 @@ class Peers:
                     step = peer.steps[job](inputs)
                     is_decode = shape.query_len <= MAX_QUERY_LEN
                     keys = (many_calls if is_decode else at_least_min_calls)(inputs.keys)
-                    us = graph_us([lambda k=k, s=step: s(k) for k in keys])
+                    us = graph_us([partial(step, key) for key in keys])
                 except Exception as error:  # a peer without a kernel for a shape is no failure of ours
                     self._tell(f"{peer.name} is left out of {job}", shape, error)
             self._measured[peer.name, job, shape] = us

@@ -25,13 +25,13 @@ _LINES = (
     {"color": "#CC79A7", "marker": "D"},
 )
 """Colours that everyone can tell apart, and markers."""
-_STYLES = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
+_STYLES: dict[str, Any] = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
 _PEER_MARKERS = ("<", ">", "v")
-_PEER_POINT = {"linestyle": "", "fillstyle": "none", "markersize": 8}
+_PEER_POINT: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markersize": 8}
 _PEER_COLOURS = ("#000000", "#888888", "#E69F00")
-_CEILING = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
-_CEILING_POINTS = {**_CEILING, "marker": ".", "markersize": 4}
-_LIGHT = {"linestyle": "", "alpha": 0.4, "markersize": 6}
+_CEILING: dict[str, Any] = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "zorder": 1}
+_CEILING_POINTS: dict[str, Any] = {**_CEILING, "marker": ".", "markersize": 4}
+_LIGHT: dict[str, Any] = {"linestyle": "", "alpha": 0.4, "markersize": 6}
 
 
 def roofline(rows: Sequence[Row], caption: str) -> Figure:
@@ -128,10 +128,54 @@ def prefill(rows: Sequence[Row], caption: str) -> Figure:
     return figure
 
 
+def peers(rows: Sequence[Row], caption: str) -> Figure:
+    """How many times our time each peer takes for a whole layer: a panel a peer, a line a case, a point a layout."""
+    cases = list(dict.fromkeys(map(_case_text, rows)))
+    names = list(dict.fromkeys(row["peer"] for row in rows))
+    figure = Figure(figsize=(9, 2 + 0.26 * len(cases)), layout="constrained")
+    figure.suptitle("Time of a peer over ours: whole layers, one rank", x=0.02, ha="left", fontsize=11)
+    _caption(figure, rows, caption)
+    if not names:
+        return figure
+    ratios = [row["speedup"] for row in rows]
+    low, high = min(ratios, default=1.0), max(ratios, default=1.0)
+    # The same scale in all panels, with 1 inside it.
+    limits = min(low, 0.9) / 1.15, max(high, 1.1) * 1.15
+    for name, axes in zip(names, figure.subplots(1, len(names), sharey=True, squeeze=False).flatten(), strict=True):
+        axes.set_title(f"{name} (faster where shaded)", loc="left", fontsize=9)
+        _plain(axes)
+        axes.tick_params(labelsize=8)
+        axes.axvspan(limits[0], 1, color="#D55E00", alpha=0.12, linewidth=0)
+        axes.axvline(1, color="#555555", linewidth=1)
+        for title, style in _STYLES.items():
+            found = [row for row in rows if row["peer"] == name and row["layout"] == title]
+            places = [cases.index(_case_text(row)) for row in found]
+            axes.plot([row["speedup"] for row in found], places, label=title, linestyle="", markersize=5, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(limits)
+        axes.xaxis.set_major_locator(FixedLocator([2.0**power for power in range(-4, 8)]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}x"))
+        axes.set_yticks(range(len(cases)), cases, fontsize=8)
+        axes.set_ylim(len(cases) - 0.5, -0.5)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def _case_text(row: Row) -> str:
+    """Which layer a comparison is of."""
+    if "batch" in row:
+        length = f", {row['query_len']} tokens each" if row["query_len"] > 1 else ""
+        return f"decode {row['batch']} x {keys_text(row['ctx'])}{length}"
+    return f"prefill {row['tokens']} of {keys_text(row['ctx'])}"
+
+
 PLOTS: dict[str, Callable[[Sequence[Row], str], Figure]] = {
     "roofline": roofline,
     "latency": latency,
     "prefill": prefill,
+    "peers": peers,
 }
 """By name, as the rows that each shows."""
 

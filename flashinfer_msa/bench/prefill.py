@@ -17,7 +17,7 @@ from ..indexer import MSAIcpIndexerPlan
 from ..layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from ..prefill.window import MSAIcpScorePlan
 from ..sizing import MAX_WINDOW_TOKENS
-from ..testing.problems import group_plans, random_e4m3
+from ..testing.problems import group_indexers, random_e4m3
 from .ceilings import Ceilings
 from .peers import Peers, PeerShape
 from .rows import Row
@@ -33,7 +33,7 @@ class PrefillCase:
 
     layout: Layout
     segments: Sequence[tuple[int, int]]
-    plan: MSAIcpIndexerPlan
+    indexer: MSAIcpIndexerPlan
     query: torch.Tensor
     keys: list[torch.Tensor]
     block_table: torch.Tensor
@@ -49,7 +49,7 @@ class PrefillCase:
         """Random keys in pages in random order; every rank has others."""
         lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
         tokens = sum(lens)
-        plan = group_plans(
+        indexer = group_indexers(
             layout,
             ["cuda"],
             init_blocks=0,
@@ -69,16 +69,16 @@ class PrefillCase:
         return cls(
             layout=layout,
             segments=segments,
-            plan=plan,
+            indexer=indexer,
             query=random_e4m3((tokens, NUM_HEADS, HEAD_DIM), generator),
             keys=keys,
             block_table=torch.nn.utils.rnn.pad_sequence(pages.split(counts), batch_first=True),
             lengths=cls._lengths(segments),
             num_valid_pages=(torch.cat(seen).cuda() + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
-            scratch=torch.empty(tokens, NUM_HEADS, plan.prefill_score_columns, device="cuda"),
-            pool=torch.empty(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda"),
+            scratch=torch.empty(tokens, NUM_HEADS, indexer.prefill_score_columns, device="cuda"),
+            pool=torch.empty(indexer.prefill_pool_shape(), dtype=torch.uint8, device="cuda"),
             carrier=torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda"),
-            output=torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
+            output=torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda"),
         )
 
     @staticmethod
@@ -125,7 +125,7 @@ class PrefillCase:
 
     def make_plan(self) -> MSAIcpScorePlan:
         """Launch the planner."""
-        return self.plan.prefill_window_plan(
+        return self.indexer.prefill_window_plan(
             0,
             *self.lengths,
             total_q=len(self.query),
@@ -140,7 +140,7 @@ class PrefillCase:
             keys,
             self.block_table,
             window,
-            rank=self.plan.rank,
+            rank=self.indexer.rank,
             max_score=self.scratch,
             initialize=False,
             tp=self.layout.world_size,
@@ -156,13 +156,13 @@ class PrefillCase:
             self.num_valid_pages,
             self.carrier,
             force_end_blocks=1,
-            index_scale=self.plan.index_scale,
-            index_offset=self.plan.index_offset,
+            index_scale=self.indexer.index_scale,
+            index_offset=self.indexer.index_offset,
         )
 
     def local(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
         """Launch scorer and selection."""
-        self.plan.prefill_local(
+        self.indexer.prefill_local(
             self.query, keys, self.block_table, window, self.scratch, self.num_valid_pages, self.carrier
         )
 
@@ -176,7 +176,7 @@ class PrefillCase:
             self.num_valid_pages,
             self.pool,
             self.carrier,
-            rank=self.plan.rank,
+            rank=self.indexer.rank,
             tp=self.layout.world_size,
             compact=self.layout.index_scale > 1,
             force_end_blocks=1,
@@ -185,7 +185,7 @@ class PrefillCase:
     def merge(self) -> None:
         """Launch the merge, of this rank's own rows in place of every rank's."""
         received = self.carrier.unflatten(0, (self.layout.world_size, self.layout.heads_per_rank))
-        self.plan.prefill_merge(received, self.num_valid_pages, self.output)
+        self.indexer.prefill_merge(received, self.num_valid_pages, self.output)
 
 
 class PrefillShape(NamedTuple):
@@ -226,7 +226,7 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
     exact = _score_row(case, window, ceilings.fp16_gemm, accumulation="exact")
     yield {**exact, "name": "exact", "note": 'accumulation="exact", beside an FP16 matrix product'}
     us = graph_us([case.select] * MIN_CALLS)
-    size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.plan.index_scale).sum())
+    size = 4 * NUM_HEADS * int(-(-case.num_valid_pages // case.indexer.index_scale).sum())
     select: Row = {"job": "prefill_select", **case.shape, "us": us, "bytes": size, "tb_s": size / us / 1e6}
     yield select
     us = graph_us([case.merge] * MIN_CALLS)
@@ -236,7 +236,7 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
         case.local(window, key)
         case.merge()
 
-    us = graph_us([lambda k=k: chain(k) for k in at_least_min_calls(case.keys)])
+    us = graph_us([partial(chain, key) for key in at_least_min_calls(case.keys)])
     yield {"job": "prefill_chain", **case.shape, "us": us, "note": "score, select and merge, without the exchange"}
     yield from _local_rows(case, window)
     if peers is None:
@@ -267,7 +267,7 @@ def _score_row(
 ) -> Row:
     """The scorer's rate, and its share of that of a matrix ``product``."""
     keys = at_least_min_calls(case.keys)
-    us = graph_us([lambda k=k: case.score(window, k, accumulation) for k in keys], replays=replays)
+    us = graph_us([partial(case.score, window, key, accumulation) for key in keys], replays=replays)
     tflops = case.flops / us / 1e6
     speed: Row = {"us": us, "flops": case.flops, "tflops": tflops, "ceiling_ratio": tflops / product["tflops"]}
     return {"job": "prefill_score", **case.shape, **speed}
@@ -276,9 +276,9 @@ def _score_row(
 def _local_rows(case: PrefillCase, window: MSAIcpScorePlan, *, replays: int = 11) -> Iterator[Row]:
     """The local part of a window, into carrier rows: score and select, and the fused chain."""
     keys = at_least_min_calls(case.keys)
-    separate = graph_us([lambda k=k: case.local(window, k) for k in keys], replays=replays)
+    separate = graph_us([partial(case.local, window, key) for key in keys], replays=replays)
     yield {"job": "prefill_chain", "name": "score and select", **case.shape, "us": separate}
-    us = graph_us([lambda k=k: case.fused(window, k) for k in keys], replays=replays)
+    us = graph_us([partial(case.fused, window, key) for key in keys], replays=replays)
     note = "score and select without score rows"
     yield {"job": "prefill_fused", **case.shape, "us": us, "separate_ratio": us / separate, "note": note}
 
@@ -320,7 +320,7 @@ def balance_rows(layout: Layout) -> Iterator[Row]:
         one = torch.zeros_like(window.packed_work_range)
         one[index] = window.packed_work_range[index]
         alone = replace(window, packed_work_range=one)
-        times.append(graph_us([lambda w=alone: case.score(w, case.keys[0])] * 3, replays=5))
+        times.append(graph_us([partial(case.score, alone, case.keys[0])] * 3, replays=5))
     yield {
         "job": "prefill_score",
         "name": "ragged window",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +45,33 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 """Key of a row, head of its column, and what to show."""
 
 
+def where_peers_are_faster(rows: Iterable[Row]) -> str:
+    """Return, as a sentence, where each peer of ``rows`` is faster than we are; empty without peers."""
+    counts = count_faster_peers(rows)
+    return f"Below 1x the peer is faster: {counts}." if counts else ""
+
+
+def count_faster_peers(rows: Iterable[Row]) -> str:
+    """Return at how many of ``rows`` each peer is faster, and the worst ratio of its time over ours."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if "peer" in row:
+            ratios.setdefault(row["peer"], []).append(row["speedup"])
+    return ", ".join(f"{peer} {_count_faster(found)}" for peer, found in ratios.items())
+
+
+def _count_faster(ratios: Sequence[float]) -> str:
+    faster = [ratio for ratio in ratios if ratio < 1]
+    if not faster:
+        return f"nowhere ({len(ratios)} cases)"
+    return f"in {len(faster)} of {len(ratios)} cases, at worst {ratio_text(min(faster))}"
+
+
+def ratio_text(ratio: float) -> str:
+    """A peer's time over ours; what is below 1 does not read as 1."""
+    return "<1.00x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
+
+
 def print_tables(console: Console, rows: Sequence[Row]) -> None:
     """Print a table a job, with a column a peer: its time over ours."""
     for job, title in TITLES.items():
@@ -61,7 +88,7 @@ def _table(rows: Sequence[Row]) -> Table:
     columns = [(key, head, text) for key, head, text in _COLUMNS if any(key in row for row in ours)]
     if ours[0]["job"] in ("ceiling", "host"):
         columns = [column for column in columns if column[0] != "cold"]
-    table = Table()
+    table = Table(caption=where_peers_are_faster(rows) or None)
     for key, head, _ in columns:
         table.add_column(head, justify="left" if key in ("name", "layout", "cold") else "right")
     for peer in peers:
@@ -69,5 +96,5 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in ours:
         cells = [text(row) if key in row else "" for key, _, text in columns]
         ratios = [speedups.get((peer, case_of(row))) for peer in peers]
-        table.add_row(*cells, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
+        table.add_row(*cells, *("-" if ratio is None else ratio_text(ratio) for ratio in ratios))
     return table

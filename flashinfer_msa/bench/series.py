@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from .rows import Row, of_job
+from .rows import Row, case_of, of_job
 
 
 def roofline_rows(rows: Sequence[Row]) -> list[Row]:
@@ -27,10 +28,36 @@ def prefill_rate_rows(rows: Sequence[Row]) -> list[Row]:
     return [*scores, *of_job(rows, "ceiling", "fp8_gemm")]
 
 
+def peer_rows(rows: Sequence[Row]) -> list[Row]:
+    """Comparisons of whole layers with the peers: the decode chain, and prefill without the exchange.
+
+    A peer's prefill is its scorer and its selection, which were measured one by one. It has nothing to merge.
+    """
+    decode = [row for row in rows if row["job"] == "decode_chain" and "peer" in row]
+    return [*_cold_if_any(decode), *_cold_if_any(_whole_prefill(rows))]
+
+
+def _whole_prefill(rows: Sequence[Row]) -> list[Row]:
+    steps: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if "peer" in row and row["job"] in ("prefill_score", "prefill_select"):
+            steps.setdefault((row["peer"], *case_of({**row, "job": ""})), {})[row["job"]] = row["peer_us"]
+    peers = dict.fromkeys(peer for peer, *_ in steps)
+    found: list[Row] = []
+    for own in of_job(rows, "prefill_chain"):
+        for peer in peers:
+            parts = steps.get((peer, *case_of({**own, "job": ""})), {})
+            if len(parts) == 2:
+                us = sum(parts.values())
+                found.append({**own, "peer": peer, "peer_us": us, "speedup": us / own["us"]})
+    return found
+
+
 SERIES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "roofline": roofline_rows,
     "latency": latency_rows,
     "prefill": prefill_rate_rows,
+    "peers": peer_rows,
 }
 """By the name of the plot."""
 

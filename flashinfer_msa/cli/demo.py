@@ -22,16 +22,15 @@ from ..testing.problems import (
     Comparison,
     DecodeProblem,
     PrefillProblem,
-    Problem,
     brute_force_top16,
     compare,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
     share_cache,
 )
 
-_FORCED = {"init_blocks": 1, "local_blocks": 2}
+_FORCED: Any = {"init_blocks": 1, "local_blocks": 2}
 """Blocks that the demo forces at either end of a context."""
 _PITCH_EXTRA = 16
 """Bytes between the local pages of a shard."""
@@ -68,7 +67,7 @@ class Result(NamedTuple):
 def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result]:
     """Run all steps, in each form of receive rows (true: tagged) if they decode."""
     decode_tokens = demo.batch * demo.query_len
-    plans = group_plans(
+    indexers = group_indexers(
         layout,
         demo.devices,
         **_FORCED,
@@ -81,21 +80,21 @@ def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result
         num_sparse_layers=NUM_SLOT_SETS,
         backend=demo.backend,
     )
-    decode = _Decode(demo, layout, plans) if demo.query_len else None
-    prefill = _Prefill(demo, layout, plans) if demo.tokens else None
+    decode = _Decode(demo, layout, indexers) if demo.query_len else None
+    prefill = _Prefill(demo, layout, indexers) if demo.tokens else None
     # In the order of a query's rows, and of a layer's work.
-    parts = [part for part in (decode, prefill) if part]
+    parts: list[Any] = [part for part in (decode, prefill) if part]
 
     runs: Sequence[bool | None] = forms if decode else [None]
     counts = dict.fromkeys(runs, Comparison())
     times: dict[bool | None, list[float]] = {form: [] for form in runs}
     keys: list[torch.Tensor] = []
     for step in range(demo.steps):
-        problems: Sequence[Problem] = [part.draw(step) for part in parts]
+        problems: Sequence[Any] = [part.draw(step) for part in parts]
         if decode and prefill:
             problems = share_cache(*problems)
         if prefill or not keys:
-            keys = [problems[0].shard(plan.rank).to(plan.device) for plan in plans]
+            keys = [problems[0].shard(indexer.rank).to(indexer.device) for indexer in indexers]
         query = torch.cat([problem.index_q.view(torch.uint8) for problem in problems]).view(problems[0].index_q.dtype)
         rows = query.split([len(problem.index_q) for problem in problems])
         for part, problem, index_q in zip(parts, problems, rows, strict=True):
@@ -116,7 +115,7 @@ def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result
 class _Decode:
     """The decode requests: the caches of the last step, and the step that was loaded."""
 
-    def __init__(self, demo: Demo, layout: Layout, plans: Sequence[MSAIcpIndexerPlan]) -> None:
+    def __init__(self, demo: Demo, layout: Layout, indexers: Sequence[MSAIcpIndexerPlan]) -> None:
         lengths = random.Random(demo.seed)
         self._last = DecodeProblem.random(
             layout,
@@ -128,10 +127,10 @@ class _Decode:
         )
         self._steps = demo.steps
         self._generator = torch.Generator(demo.devices[0]).manual_seed(demo.seed + 1)
-        self._plans = plans
-        self._comms = local_comm(plans)
-        self._scores = [torch.empty(plan.decode_scores_shape(), device=plan.device) for plan in plans]
-        self._outputs = _make_outputs(plans, demo.batch * demo.query_len)
+        self._indexers = indexers
+        self._comms = local_comm(indexers)
+        self._scores = [torch.empty(indexer.decode_scores_shape(), device=indexer.device) for indexer in indexers]
+        self._outputs = _make_outputs(indexers, demo.batch * demo.query_len)
 
     def draw(self, step: int) -> DecodeProblem:
         """Return the requests as they are at ``step``, with new queries."""
@@ -144,21 +143,21 @@ class _Decode:
 
     def load(self, problem: DecodeProblem) -> None:
         """Make ``problem`` the one to run: copy it to the ranks' devices, and find the answer."""
-        self._valid = [problem.num_valid_pages.to(plan.device) for plan in self._plans]
+        self._valid = [problem.num_valid_pages.to(indexer.device) for indexer in self._indexers]
         self._inputs = [
-            tuple(x.to(plan.device) for x in (problem.index_q, problem.block_table, problem.seq_lens))
-            for plan in self._plans
+            tuple(x.to(indexer.device) for x in (problem.index_q, problem.block_table, problem.seq_lens))
+            for indexer in self._indexers
         ]
         self._expected = brute_force_top16(problem, **_FORCED)
 
     def run(self, keys: Sequence[torch.Tensor], **form: Any) -> None:
         """Run one layer over every rank's keys."""
-        ranks = list(zip(self._plans, self._comms, self._valid, strict=True))
+        ranks = list(zip(self._indexers, self._comms, self._valid, strict=True))
         # Ranks may share a device and a stream, so every publish is launched before any merge waits.
-        for (plan, comm, valid), index_k, (index_q, block_table, seq_lens), scores in zip(
+        for (indexer, comm, valid), index_k, (index_q, block_table, seq_lens), scores in zip(
             ranks, keys, self._inputs, self._scores, strict=True
         ):
-            plan.decode_publish(
+            indexer.decode_publish(
                 index_q,
                 index_k,
                 block_table,
@@ -169,8 +168,8 @@ class _Decode:
                 decode_query_len=self._last.decode_query_len,
                 **form,
             )
-        for (plan, comm, valid), output in zip(ranks, self._outputs, strict=True):
-            plan.decode_merge(valid, output, comm=comm, **form)
+        for (indexer, comm, valid), output in zip(ranks, self._outputs, strict=True):
+            indexer.decode_merge(valid, output, comm=comm, **form)
 
     def compare(self) -> Comparison:
         """Compare the owners' outputs with the answer."""
@@ -184,30 +183,30 @@ class _Window(NamedTuple):
     query: torch.Tensor
     block_table: torch.Tensor
     segments: tuple[torch.Tensor, ...]
-    bounds: dict[str, int]
+    bounds: dict[str, Any]
 
-    def plan(self, index: int, plan: MSAIcpIndexerPlan) -> MSAIcpScorePlan:
+    def plan(self, index: int, indexer: MSAIcpIndexerPlan) -> MSAIcpScorePlan:
         """Plan it as window ``index`` of the step."""
-        return plan.prefill_window_plan(index, *self.segments, **self.bounds)
+        return indexer.prefill_window_plan(index, *self.segments, **self.bounds)
 
 
 class _Prefill:
     """The prefill segments of the step that was loaded, and the ranks' buffers for them."""
 
-    def __init__(self, demo: Demo, layout: Layout, plans: Sequence[MSAIcpIndexerPlan]) -> None:
+    def __init__(self, demo: Demo, layout: Layout, indexers: Sequence[MSAIcpIndexerPlan]) -> None:
         self._demo = demo
         self._layout = layout
-        self._plans = plans
+        self._indexers = indexers
         self._draw = random.Random(demo.seed)
         self._near_tie = 2 * TENSOR_CORE_ERROR if demo.backend == "cake" else NEAR_TIE
-        self._window_tokens = min(plans[0].prefill_scratch_shape()[0], plans[0].prefill_window_tokens())
+        self._window_tokens = min(indexers[0].prefill_scratch_shape()[0], indexers[0].prefill_window_tokens())
         self.windows = -(-demo.tokens // self._window_tokens)
-        self._scratches = [torch.empty(plan.prefill_scratch_shape(), device=plan.device) for plan in plans]
+        self._scratches = [torch.empty(indexer.prefill_scratch_shape(), device=indexer.device) for indexer in indexers]
         self._carriers = [
-            torch.empty(plan.prefill_carrier_shape()[1:], dtype=torch.int32, device=plan.device)[:, : demo.tokens]
-            for plan in plans
+            torch.empty(indexer.prefill_carrier_shape()[1:], dtype=torch.int32, device=indexer.device)[:, : demo.tokens]
+            for indexer in indexers
         ]
-        self._outputs = _make_outputs(plans, demo.tokens)
+        self._outputs = _make_outputs(indexers, demo.tokens)
 
     def draw(self, step: int) -> PrefillProblem:
         """Return new segments over a new cache."""
@@ -225,30 +224,30 @@ class _Prefill:
     def load(self, problem: PrefillProblem) -> None:
         """Make ``problem`` the one to run: copy its windows to the ranks' devices, and find the answer."""
         windows = problem.windows(self._window_tokens)
-        self._valid = [problem.num_valid_pages.to(plan.device) for plan in self._plans]
+        self._valid = [problem.num_valid_pages.to(indexer.device) for indexer in self._indexers]
         self._windows = [
             [
                 _Window(
                     slice(index * self._window_tokens, index * self._window_tokens + len(window.index_q)),
-                    window.index_q.to(plan.device),
-                    window.block_table.to(plan.device),
-                    tuple(x.to(plan.device) for x in window.segments),
+                    window.index_q.to(indexer.device),
+                    window.block_table.to(indexer.device),
+                    tuple(x.to(indexer.device) for x in window.segments),
                     window.bounds,
                 )
                 for index, window in enumerate(windows)
             ]
-            for plan in self._plans
+            for indexer in self._indexers
         ]
         self._expected = brute_force_top16(problem, **_FORCED)
 
     def run(self, keys: Sequence[torch.Tensor]) -> None:
         """Run a step of one layer over every rank's keys."""
-        for plan, index_k, windows, valid, scratch, carrier in zip(
-            self._plans, keys, self._windows, self._valid, self._scratches, self._carriers, strict=True
+        for indexer, index_k, windows, valid, scratch, carrier in zip(
+            self._indexers, keys, self._windows, self._valid, self._scratches, self._carriers, strict=True
         ):
-            window_plans = [window.plan(index, plan) for index, window in enumerate(windows)]
+            window_plans = [window.plan(index, indexer) for index, window in enumerate(windows)]
             for window, window_plan in zip(windows, window_plans, strict=True):
-                plan.prefill_local(
+                indexer.prefill_local(
                     window.query,
                     index_k,
                     window.block_table,
@@ -257,9 +256,9 @@ class _Prefill:
                     valid[window.rows],
                     carrier[:, window.rows],
                 )
-        for plan, valid, output in zip(self._plans, self._valid, self._outputs, strict=True):
+        for indexer, valid, output in zip(self._indexers, self._valid, self._outputs, strict=True):
             # A copy between devices waits for both of their streams.
-            plan.prefill_merge(exchange(self._carriers, plan), valid, output)
+            indexer.prefill_merge(exchange(self._carriers, indexer), valid, output)
 
     def compare(self) -> Comparison:
         """Compare the owners' outputs with the answer."""
@@ -286,8 +285,11 @@ def draw_segments(draw: random.Random, segments: int, tokens: int, context: int)
     return lens, positions
 
 
-def _make_outputs(plans: Sequence[MSAIcpIndexerPlan], tokens: int) -> list[torch.Tensor]:
-    return [torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device=plan.device) for plan in plans]
+def _make_outputs(indexers: Sequence[MSAIcpIndexerPlan], tokens: int) -> list[torch.Tensor]:
+    return [
+        torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=indexer.device)
+        for indexer in indexers
+    ]
 
 
 def _all_heads(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -22,18 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from ..aot.toolkit import dotted
 from ..version import __version__
+from .findings import Finding, Report, Status
 
 SECONDS = 300.0
 """What a child process may take. Kernels that are compiled just in time take some of it."""
@@ -51,51 +47,13 @@ GROUP = 4
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
-from flashinfer_msa import doctor
+from flashinfer_msa.cli import doctor
 doctor.run_task({results!r}, *{task!r})
 """
 _VALUE_LENGTH = 200
 _LOG_LINES = 8
 _REPORT = "report it with all of this output"
 _REINSTALL = "reinstall flashinfer-msa"
-
-Status = Literal["ok", "warning", "failure"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found: in a ``section`` under a ``name``, what it is, and what to do where it is not well.
-
-    ``devices`` are those of the self-test that shows whether it works.
-    """
-
-    status: Status
-    section: str
-    name: str
-    text: str
-    advice: str = ""
-    devices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """All findings, in the order in which they are read."""
-
-    findings: tuple[Finding, ...]
-
-    def having(self, status: Status) -> list[Finding]:
-        """Findings of one status."""
-        return [finding for finding in self.findings if finding.status == status]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing has failed."""
-        return not self.having("failure")
-
-    def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
-        names = ("status", "section", "name", "text", "advice")
-        return {"ok": self.ok, "findings": [{name: getattr(each, name) for name in names} for each in self.findings]}
 
 
 def examine() -> Report:
@@ -118,27 +76,6 @@ def examine() -> Report:
             for test in tests:
                 findings += test()
     return Report(tuple(findings))
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print a report for a reader, and last whether all is well."""
-    styles = {"ok": "green", "warning": "yellow", "failure": "bold red"}
-    for section, findings in itertools.groupby(report.findings, lambda finding: finding.section):
-        table = Table.grid(padding=(0, 2))
-        for finding in findings:
-            text = Text(finding.text)
-            if finding.advice:
-                text.append(f"\n-> {finding.advice}")
-            table.add_row("", Text(finding.status, styles[finding.status]), Text(finding.name), text)
-        console.print(Text(section, "bold"))
-        console.print(table)
-    warnings, failures = report.having("warning"), report.having("failure")
-    if failures:
-        places = "; ".join(f"{finding.section}, {finding.name}" for finding in failures)
-        console.print(Text(f"FAILED: {len(failures)} of {len(report.findings)} findings ({places})", styles["failure"]))
-    else:
-        plural = "" if len(warnings) == 1 else "s"
-        console.print(Text(f"ok: {len(report.findings)} findings, {len(warnings)} warning{plural}"))
 
 
 def _guarded(section: str, name: str, probe: Callable[[], Any]) -> Iterator[Finding]:
@@ -182,19 +119,24 @@ def _requirements() -> Iterator[Finding]:
     try:
         required = [Requirement(line) for line in metadata.requires("flashinfer-msa") or ()]
     except metadata.PackageNotFoundError:
-        required = [Requirement(name) for name in ("torch", "apache-tvm-ffi", "flashinfer-python")]
+        lines = ("torch", "apache-tvm-ffi", "flashinfer-python; extra == 'flashinfer'")
+        required = [Requirement(line) for line in lines]
     for requirement in required:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if not (is_required or (marker and marker.evaluate({"extra": "flashinfer"}))):
             continue
         found, install = _version_of(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
-        if found is None and requirement.name == "flashinfer-python":
-            words = "not installed: kernels cannot be compiled just in time, nor functions registered in FlashInfer"
-            yield Finding("warning", "package", requirement.name, words, install)
-        elif found is None:
+        if found is None and is_required:
             yield Finding("failure", "package", requirement.name, "not installed", install)
+        elif found is None:
+            words = "not installed: prebuilt kernels run without it, but none can be compiled just in time"
+            if requirement.name == "flashinfer-python":
+                words += ", and no functions registered in FlashInfer"
+            yield Finding("ok", "package", requirement.name, words, "pip install 'flashinfer-msa[flashinfer]'")
         elif not requirement.specifier.contains(found, prereleases=True):
             words = f"{found}, but must be {requirement.specifier}"
-            yield Finding("failure", "package", requirement.name, words, install)
+            yield Finding("failure" if is_required else "warning", "package", requirement.name, words, install)
         else:
             yield Finding("ok", "package", requirement.name, found)
     for name in ("vllm", "sglang"):

@@ -275,7 +275,8 @@ def doctor(as_json: bool) -> None:
     or a self-test that fails, ends early or takes minutes. A machine without a GPU, with a torch for the CPU, is no
     failure.
     """
-    from flashinfer_msa.cli.doctor import examine, print_report
+    from flashinfer_msa.cli.doctor import examine
+    from flashinfer_msa.cli.findings import print_report
 
     report = examine()
     if as_json:

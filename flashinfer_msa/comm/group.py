@@ -219,7 +219,7 @@ def _gather(group: dist.ProcessGroup, device: torch.device, action: Callable[[],
 def _description(indexer: Any, group: dist.ProcessGroup, memory: Any) -> dict[str, Any]:
     """What the ranks compare, of a indexer and a group that fit each other."""
     if not isinstance(indexer, MSAIcpIndexerPlan):
-        raise ValueError(f"indexer must be an indexer indexer, was {indexer!r}")
+        raise ValueError(f"indexer must be an MSAIcpIndexerPlan, was {indexer!r}")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size != indexer.world_size:
         raise ValueError(f"group must have the {indexer.world_size} ranks of indexer.world_size, had {size}")

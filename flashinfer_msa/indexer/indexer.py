@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..abi.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
 from ..backends import find_backend, find_eager_backend
 from ..backends.base import Chain
 from ..backends.storage import StorageTable
@@ -16,8 +17,7 @@ from ..layout import MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS
 from ..limits import check_limits
 from ..prefill.accumulation import is_exact
 from ..prefill.tuning import prefill_tuning
-from ..prefill.window import MSAIcpScorePlan, planned_window, require_score_plan
-from ..runtime.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
+from ..prefill.window import MSAIcpScorePlan, require_score_plan
 from ..sizing import (
     MAX_WINDOW_TOKENS,
     ceil_div,
@@ -351,7 +351,7 @@ accumulation
         if isinstance(qo_segment_lens, torch.Tensor) and qo_segment_lens.dim() == 1:
             require_int("segments of qo_segment_lens", len(qo_segment_lens), 0, self.max_num_seqs)
         find_backend(self.backend).prefill_plan(call)
-        return planned_window(call)
+        return call.plan()
 
     def prefill_local(
         self,
@@ -544,7 +544,7 @@ accumulation
             Step keys that keep graphs, at least 1; the least recently used goes first.
         """
         refuse_tracing()
-        can_capture = self.device.type == "cuda" and self._backend.can_capture
+        can_capture = self._backend.can_capture(self.device)
         return MSAIcpLayerGraphs(
             self, self.device, can_capture=can_capture, capture_after=capture_after, max_keys=max_keys
         )

@@ -203,7 +203,7 @@ class MSAIcpGraphStep(NotCopied):
         self._device = owner.device
         self._shape = (tokens, NUM_HEADS, HEAD_DIM)
         self._staging: torch.Tensor | None = None
-        self._recorded_form: tuple[Any, ...] | None = None
+        self._recorded_keys: tuple[Any, ...] | None = None
         self._layers: dict[tuple[Any, ...], _LayerGraph] = {}
         self._latest: dict[tuple[int, int, int], _LayerGraph] = {}
         graphs = owner._find(key)
@@ -304,12 +304,12 @@ class MSAIcpGraphStep(NotCopied):
         self._stats["eager_layers"] += 1
 
     def _record_prefill(self, index_q: torch.Tensor, index_k: Any) -> None:
-        """Refuse what the prefill step must before the decode step is launched, once for keys of one form."""
-        form = (index_k.shape, index_k.stride(), index_k.dtype) if isinstance(index_k, torch.Tensor) else None
-        if form is None or form != self._recorded_form:
+        """Refuse what the prefill step must before the decode step is launched, once for keys of one shape, strides and dtype."""
+        like = (index_k.shape, index_k.stride(), index_k.dtype) if isinstance(index_k, torch.Tensor) else None
+        if like is None or like != self._recorded_keys:
             assert self._prefill is not None and self._decode is not None
             self._prefill.record(index_q[self._decode.tokens :], index_k)
-            self._recorded_form = form
+            self._recorded_keys = like
 
     def _launch(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
         decode_tokens = 0

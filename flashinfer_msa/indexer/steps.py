@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..abi.calls import Decode
 from ..backends.base import Chain
 from ..backends.chains import DECODE_LAUNCHES, NUM_PUBLISH_LAUNCHES, PREFILL_LAUNCHES
 from ..backends.storage import CheckedStorage, ReceiveStorage
@@ -16,7 +17,6 @@ from ..layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
 from ..limits import Limits
 from ..prefill.window import MSAIcpScorePlan, require_score_plan
 from ..runtime import native
-from ..runtime.calls import Decode
 from ..sizing import require_int
 
 Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]
@@ -71,14 +71,14 @@ class MSAIcpDecodeStep(NotCopied):
         _record_all(self._chains, storage.limits, self.tokens)
         self._runs = [chain.runner(0, len(DECODE_LAUNCHES)) for chain in self._chains]
         self._publishes = [chain.runner(0, NUM_PUBLISH_LAUNCHES) for chain in self._chains]
-        self._forms = self._forms_now()
+        self._fingerprints = self._fingerprints_now()
         numbers = (call.tagged, call.enable_pdl, call.decode_query_len)
-        self.key: Hashable = ("decode", id(indexer), numbers, tuple(self._forms.items()))
+        self.key: Hashable = ("decode", id(indexer), numbers, tuple(self._fingerprints.items()))
 
-    def _forms_now(self) -> dict[str, Any]:
+    def _fingerprints_now(self) -> dict[str, Any]:
         tensors = {name: value for name, value in self._call._asdict().items() if name != "slot"}
         tensors.update((f"comm.{name}", getattr(self._comm, name, None)) for name in ReceiveStorage._fields)
-        return {name: _form(value) for name, value in tensors.items()}
+        return {name: _fingerprint(value) for name, value in tensors.items()}
 
     def run(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
         """One layer: score, select and publish, merge. Arguments are those of :meth:`MSAIcpIndexerPlan.decode`.
@@ -104,7 +104,7 @@ class MSAIcpDecodeStep(NotCopied):
         _require_slot(slot)
         self._require_comm()
         if self._debug:
-            _require_equal(self._forms, self._forms_now())
+            _require_equal(self._fingerprints, self._fingerprints_now())
         self._chains[slot].run_bound(NUM_PUBLISH_LAUNCHES, len(DECODE_LAUNCHES))
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
@@ -157,7 +157,7 @@ class MSAIcpDecodeStep(NotCopied):
         if not self._bound[slot]:
             self.record(index_q, index_k, slot=slot)
         if self._debug:
-            _require_equal(self._forms, self._forms_now())
+            _require_equal(self._fingerprints, self._fingerprints_now())
             _require_same_launches(self._chains[slot], index_q, index_k, DECODE_LAUNCHES)
 
 
@@ -202,17 +202,17 @@ class MSAIcpPrefillStep(NotCopied):
         self._merge.record(None, None)
         self._runs = [chain.runner(0, len(PREFILL_LAUNCHES)) for chain in self._locals]
         self._bound = False
-        self._forms = self._forms_now()
-        self.key: Hashable = ("prefill", id(indexer), tuple(self._forms.items()))
+        self._fingerprints = self._fingerprints_now()
+        self.key: Hashable = ("prefill", id(indexer), tuple(self._fingerprints.items()))
 
-    def _forms_now(self) -> dict[str, Any]:
-        forms = {name: _form(value) for name, value in self._tensors.items()}
+    def _fingerprints_now(self) -> dict[str, Any]:
+        fingerprints = {name: _fingerprint(value) for name, value in self._tensors.items()}
         for number, (start, end, block_table, window_plan) in enumerate(self._windows):
-            forms[f"windows[{number}]"] = (start, end)
-            forms[f"windows[{number}].block_table"] = _form(block_table)
+            fingerprints[f"windows[{number}]"] = (start, end)
+            fingerprints[f"windows[{number}].block_table"] = _fingerprint(block_table)
             for name, value in vars(window_plan).items():
-                forms[f"windows[{number}].window_plan.{name}"] = _form(value)
-        return forms
+                fingerprints[f"windows[{number}].window_plan.{name}"] = _fingerprint(value)
+        return fingerprints
 
     def local(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
         """One layer's local part: score and select every window into the carrier.
@@ -243,7 +243,7 @@ class MSAIcpPrefillStep(NotCopied):
         if not self._bound:
             self.record(index_q, index_k)
         if self._debug:
-            _require_equal(self._forms, self._forms_now())
+            _require_equal(self._fingerprints, self._fingerprints_now())
             for chain in self._locals:
                 _require_same_launches(chain, index_q, index_k, PREFILL_LAUNCHES)
 
@@ -251,7 +251,7 @@ class MSAIcpPrefillStep(NotCopied):
         """Merge what the ranks sent for the heads that this rank owns."""
         refuse_tracing()
         if self._debug:
-            _require_equal(self._forms, self._forms_now())
+            _require_equal(self._fingerprints, self._fingerprints_now())
         self._merge.run_bound(0, 1)
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
@@ -282,7 +282,7 @@ def _record_all(chains: Iterable[Chain], limits: Limits, tokens: int) -> None:
         chain.record(query, keys)
 
 
-def _form(value: Any) -> Any:
+def _fingerprint(value: Any) -> Any:
     """What a launch takes of an argument; two equal ones make the same launch."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device
@@ -290,18 +290,18 @@ def _form(value: Any) -> Any:
 
 
 def _require_equal(prepared: dict[str, Any], now: dict[str, Any]) -> None:
-    for name, form in prepared.items():
-        if now[name] != form:
+    for name, fingerprint in prepared.items():
+        if now[name] != fingerprint:
             raise RuntimeError(
-                f"{name} is not what the step was prepared with: {_words(form)} then, {_words(now[name])} now. "
+                f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, {_describe(now[name])} now. "
                 "Prepare a step anew when its tensors change"
             )
 
 
-def _words(form: Any) -> str:
-    if not isinstance(form, tuple) or len(form) < 5:
-        return repr(form)
-    address, shape, strides, dtype, device = form
+def _describe(fingerprint: Any) -> str:
+    if not isinstance(fingerprint, tuple) or len(fingerprint) < 5:
+        return repr(fingerprint)
+    address, shape, strides, dtype, device = fingerprint
     return f"{dtype} {list(shape)} with strides {list(strides)} at {address:#x} on {device}"
 
 

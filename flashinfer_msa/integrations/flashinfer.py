@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the functions of ``msa_ops`` under ``flashinfer.msa_ops``, where the device of a call decides who serves it."""
+"""Registers the functions of ``msa_ops`` in ``flashinfer.msa_ops``. The device of a call decides who serves it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 PREFERENCES = ("auto", "plugin", "flashinfer")
 KNOWN_VERSIONS = ">=0.6.18,<0.8"
-"""Versions of FlashInfer that registration is known to fit. With others it warns, and goes by what it finds."""
+"""Versions of FlashInfer that registration is known to fit. Others get a warning, and then what they have decides."""
 ENVIRONMENT_VARIABLE = "FLASHINFER_MSA_REGISTER"
 _OFF = ("0", "off")
 _MODULE = "flashinfer.msa_ops"
 _FEATURE = "MiniMax-M3 ICP indexer functions of flashinfer-msa"
 _ELSEWHERE = "flashinfer_msa.msa_ops has the same functions, and works as ever"
+_INSTALL = "pip install 'flashinfer-msa[flashinfer]'"
 _log = logging.getLogger("flashinfer_msa")
 
 Function = Callable[..., Any]
@@ -66,7 +67,7 @@ class Registration:
     replaced: tuple[str, ...]
 
     def route(self, device: torch.device | str | None = None) -> Route:
-        """Who serves calls on ``device``, the current CUDA device by default. May initialise CUDA."""
+        """Return who serves calls on ``device`` (default: the current CUDA device). May initialise CUDA."""
         from ..sizing import require_device
 
         resolved = require_device("cuda" if device is None else device)
@@ -78,41 +79,41 @@ class Registration:
 def register(prefer: str = "auto") -> Registration | None:
     """Put the functions of ``flashinfer_msa.msa_ops`` under ``flashinfer.msa_ops``.
 
-    A name that the installed FlashInfer lacks (0.6.18) is added, to ``__all__`` too. One that it has (0.7.4) is
-    replaced by a function with our signature and docstring, which hands each call on as it is:
+    A name that the installed FlashInfer lacks (0.6.18) is added, also to ``__all__``. A name that it has (0.7.4) is
+    replaced by a function with our signature and docstring, which passes each call on unchanged:
 
-    * A call that this package alone takes is ours: one with ``backend="torch"``, or with an argument that FlashInfer's
-      function lacks (``accumulation``; ``spin_limit`` and ``wait_seconds`` of ``prepare_msa_icp_indexer``).
-    * A call with a prefill window's plan goes to whose function made the plan.
-    * Else the device of the first tensor decides, or ``device``, by ``prefer``. Calls on no CUDA device are ours, and
-      those of sizing functions that take no ``device``: their values are the same.
+    * A call that only this package accepts is ours: ``backend="torch"``, or an argument that FlashInfer's function
+      lacks (``accumulation``; ``spin_limit`` and ``wait_seconds`` of ``prepare_msa_icp_indexer``).
+    * A call with a prefill window's plan goes to the package that made the plan.
+    * For other calls, ``prefer`` and the device decide: the first tensor's, or the argument ``device``. Calls without a
+      CUDA device are ours. So are sizing functions that take no ``device``, whose values are the same.
 
-    The methods of an indexer are those of its maker, and are not routed. Functions alone are registered, since
-    ``flashinfer.msa_ops`` has no classes of this kind. They are marked as FlashInfer marks its own: a warning that a
-    function is experimental, on its first use, and the log by ``FLASHINFER_LOGLEVEL``. Compiled code is warned of and
-    logged while it is traced, and keeps the routes that its calls had then.
+    The methods of an indexer belong to the package that made it, and are not routed. Only functions are registered,
+    because ``flashinfer.msa_ops`` has no such classes. They are marked as FlashInfer marks its own: the first use of an
+    experimental function warns, and ``FLASHINFER_LOGLEVEL`` logs calls. Compiled code warns and logs when it is traced,
+    and its calls keep the routes that they had then.
 
-    Code that has imported functions from ``flashinfer.msa_ops`` before keeps what it has. To register again changes the
-    preference and nothing else.
+    Code that imported functions from ``flashinfer.msa_ops`` earlier keeps those functions. Registering again changes
+    only the preference.
 
     Parameters
     ----------
     prefer : str
-        ``"auto"``: FlashInfer's own function where it has kernels for the GPU's compute capability and can load them
-        here, prebuilt or from sources with a compiler (its wheel carries neither); ours everywhere else.
-        ``"plugin"``: always ours. ``"flashinfer"``: FlashInfer's own for each compute capability that it has kernels
-        for, whether it can load them or not; ours for the others.
+        ``"auto"``: FlashInfer's function if it has kernels for the GPU's compute capability and can load them here,
+        prebuilt or compiled from sources (its wheel has neither); otherwise ours. ``"plugin"``: always ours.
+        ``"flashinfer"``: FlashInfer's function if it has kernels for the compute capability, even if it cannot load
+        them; otherwise ours.
 
     Returns
     -------
     Registration or None
-        None where nothing was registered and nothing changed, after a warning that says why: FlashInfer has no
-        ``msa_ops``, or ICP functions with other signatures.
+        None if nothing was registered. A warning then says why: FlashInfer has no ``msa_ops``, or ICP functions with
+        other signatures.
 
     Raises
     ------
     ValueError
-        If ``prefer`` is none of these.
+        If ``prefer`` has another value.
     ImportError
         If FlashInfer is not installed.
     """
@@ -123,10 +124,10 @@ def register(prefer: str = "auto") -> Registration | None:
 
 
 def unregister() -> None:
-    """Give ``flashinfer.msa_ops`` back what it had, and take away what was added.
+    """Restore ``flashinfer.msa_ops``: put back what was replaced, and remove what was added.
 
-    A name that something else has replaced since is left as it is, with a warning. Functions that were imported while
-    registered go on as they did. Without a registration nothing happens.
+    If other code has replaced a name since, the name stays as it is, with a warning. Functions that were imported while
+    registered keep working. Without a registration, nothing happens.
     """
     global _installed
     with _lock:
@@ -142,19 +143,21 @@ def unregister() -> None:
 
 
 def registered() -> Registration | None:
-    """What is registered, or None."""
+    """Return the current registration, or None."""
     installed = _installed
     return installed.registration if installed else None
 
 
 def register_in_vllm() -> None:
-    """Register as vLLM's plugin, of the entry point group ``vllm.general_plugins``, in each of its processes.
+    """Register as a plugin of vLLM, which calls this in each process (entry point group ``vllm.general_plugins``).
 
     The environment variable ``FLASHINFER_MSA_REGISTER`` is ``auto`` (the default), ``plugin`` or ``flashinfer``, as in
-    :func:`register`; with ``0`` or ``off`` nothing is registered. A registration that the process has made itself stays
-    unless the variable is set. Where FlashInfer has not been imported yet, registration follows its import, which would
-    initialise CUDA in a process that vLLM may still fork. Whatever goes wrong is a warning of the logger
-    ``flashinfer_msa``, never an exception: that would end the server.
+    :func:`register`. ``0`` or ``off`` registers nothing. A registration that the process made itself stays, unless the
+    variable is set.
+
+    If FlashInfer is not imported yet, registration waits for its import, because importing it initialises CUDA, and
+    vLLM may fork the process later. Errors are warnings of the logger ``flashinfer_msa``, never exceptions, which would
+    end the server.
     """
     try:
         value = os.environ.get(ENVIRONMENT_VARIABLE) or None
@@ -167,7 +170,7 @@ def register_in_vllm() -> None:
         elif "flashinfer" in sys.modules:
             _register_and_log(prefer)
         elif importlib.util.find_spec("flashinfer") is None:
-            _log.warning("FlashInfer is not installed, so nothing is registered in it; %s", _ELSEWHERE)
+            _log.warning("FlashInfer is not installed, so nothing is registered in it: %s; %s", _INSTALL, _ELSEWHERE)
         else:
             _after_import.action = functools.partial(_register_and_log, prefer)
             if _after_import not in sys.meta_path:
@@ -177,7 +180,7 @@ def register_in_vllm() -> None:
 
 
 def _register_and_log(prefer: str) -> None:
-    """Register, and log what there is to say."""
+    """Register, and log warnings and the result."""
     try:
         registration, complaints = _register(prefer)
     except Exception:
@@ -190,22 +193,23 @@ def _register_and_log(prefer: str) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs ``action`` once, when FlashInfer has been imported. Finds nothing by itself.
+    """Runs ``action`` once, after FlashInfer's import. It finds no modules by itself.
 
-    It stays in ``sys.meta_path`` for good: to take it out could hide another finder from a thread that is importing.
+    It stays in ``sys.meta_path``: removing it could hide another finder from a thread that is importing.
     """
 
     action: Callable[[], None] | None = None
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The other finders' spec of FlashInfer, with a loader that runs ``action`` at its end."""
+        """Return the other finders' spec of FlashInfer, with a loader that runs ``action`` at its end."""
         if fullname != "flashinfer" or self.action is None:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            # The loader itself stays, since tracebacks and resources are asked of it.
-            spec.loader.exec_module = functools.partial(self._load, spec.loader.exec_module)  # type: ignore[method-assign]
+            # Patch the loader's method, and keep the loader: tracebacks and resources need it.
+            load = functools.partial(self._load, spec.loader.exec_module)
+            spec.loader.exec_module = load  # type: ignore[method-assign]  # patches one instance
         return spec
 
     def _load(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -221,7 +225,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 @dataclass(frozen=True)
 class _Installed:
-    """What stands in a module, and what stood there before."""
+    """What was put into a module, and what was there before."""
 
     module: ModuleType
     registration: Registration
@@ -231,7 +235,7 @@ class _Installed:
     """Names that were added to the module's ``__all__``."""
 
     def withdraw(self) -> list[str]:
-        """Undo it, and return the names that are no longer ours to undo."""
+        """Undo it. Return the names that stay, because other code has replaced them."""
         left = []
         for name, function in self.functions.items():
             found = vars(self.module).get(name)
@@ -249,19 +253,18 @@ class _Installed:
 
 
 def _register(prefer: str) -> tuple[Registration | None, list[str]]:
-    """Register, and return what there is to warn of."""
+    """Register. Return the registration and warnings."""
     global _installed, _routes
     if not isinstance(prefer, str) or prefer not in PREFERENCES:
         raise ValueError(f"prefer must be one of {PREFERENCES}, was {prefer!r}")
-    # Imports come before the lock: another thread may import FlashInfer, which ends in here, and hold import locks.
+    # Import before taking the lock: another thread may hold import locks while it imports FlashInfer and gets here.
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ModuleNotFoundError as error:
         if error.name != "flashinfer":
             raise
         raise ImportError(
-            f"FlashInfer is not installed, so nothing can be registered in it: pip install flashinfer-python; "
-            f"{_ELSEWHERE}"
+            f"FlashInfer is not installed, so nothing can be registered in it: {_INSTALL}; {_ELSEWHERE}"
         ) from error
     version = str(getattr(flashinfer, "__version__", "of an unknown version"))
     complaints = []
@@ -300,7 +303,7 @@ def _register(prefer: str) -> tuple[Registration | None, list[str]]:
             ]
         functions = {name: _front(function, theirs.get(name)) for name, function in ours.items()}
         registration = Registration(version, prefer, tuple(sorted(ours.keys() - theirs)), tuple(sorted(theirs)))
-        exported = getattr(module, "__all__", None)
+        exported: Any = getattr(module, "__all__", None)
         listed = [name for name in functions if isinstance(exported, list) and name not in exported]
         before = {name: vars(module)[name] for name in functions if name in vars(module)}
         _installed = _Installed(module, registration, functions, before, tuple(listed))
@@ -322,7 +325,7 @@ def _is_known(version: str) -> bool:
 
 
 def _misfit(ours: dict[str, Function], theirs: dict[str, Any]) -> str | None:
-    """In what FlashInfer's functions are not those that can be replaced, or None."""
+    """Return why FlashInfer's functions cannot be replaced, or None if they can."""
     missing = ours.keys() - theirs.keys()
     if theirs and missing:
         return f"has some ICP functions and lacks {', '.join(sorted(missing))}"
@@ -333,7 +336,7 @@ def _misfit(ours: dict[str, Function], theirs: dict[str, Any]) -> str | None:
 
 
 def _takes_calls_of(ours: Function, theirs: Any) -> bool:
-    """Whether every call of their function means the same to ours."""
+    """Return whether each call of their function means the same to ours."""
     own = inspect.signature(ours).parameters
     try:
         known = inspect.signature(theirs).parameters
@@ -355,7 +358,7 @@ def _takes_calls_of(ours: Function, theirs: Any) -> bool:
 
 
 def _front(ours: Function, theirs: Function | None) -> Function:
-    """The function that is registered for ``ours``."""
+    """Return the function to register for ``ours``."""
     import torch
 
     goes_to_flashinfer = _chooser(ours, theirs) if theirs is not None else None
@@ -375,10 +378,10 @@ def _front(ours: Function, theirs: Function | None) -> Function:
     @functools.wraps(marked)
     def call(*args: Any, **kwargs: Any) -> Any:
         if goes_to_flashinfer is not None and goes_to_flashinfer(args, kwargs):
-            return theirs(*args, **kwargs)  # type: ignore[misc]
+            return theirs(*args, **kwargs)  # type: ignore[misc]  # goes_to_flashinfer is None where theirs is
         if not is_compiling():
             return marked(*args, **kwargs)
-        # Marks cannot be traced: they are made while the call is.
+        # Marks cannot be traced, so they are applied during tracing.
         mark_traced()
         return ours(*args, **kwargs)
 
@@ -387,13 +390,13 @@ def _front(ours: Function, theirs: Function | None) -> Function:
 
 
 def _assume_constant_result(function: Function) -> Function:
-    """``torch.compiler.assume_constant_result``, which takes seconds to import the compiler to set this attribute."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    """Do what ``torch.compiler.assume_constant_result`` does, which imports the compiler first and takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by the compiler
     return function
 
 
 def _marking(ours: Function, theirs: Function | None) -> Callable[[Any], Function]:
-    """What FlashInfer decorates a function like this one with: nothing where it only sizes buffers."""
+    """Return FlashInfer's decorator for such a function. Functions that only size buffers have none."""
 
     def nothing(function: Any) -> Function:
         return function
@@ -411,7 +414,7 @@ def _marking(ours: Function, theirs: Function | None) -> Callable[[Any], Functio
 
 
 def _chooser(ours: Function, theirs: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-    """What tells from a call's arguments whether it goes to FlashInfer; None where no argument has a device."""
+    """Return a function that decides by a call's arguments whether it goes to FlashInfer. None if none has a device."""
     import torch
 
     from ..prefill.window import MSAIcpScorePlan
@@ -464,7 +467,7 @@ def _chooser(ours: Function, theirs: Function) -> Callable[[tuple[Any, ...], dic
 
 
 class _Routes(dict["torch.device | None", bool]):
-    """By device, whether its calls go to FlashInfer: found out at its first call, and kept."""
+    """Whether calls go to FlashInfer, by device. Determined at the first call on each device."""
 
     def __init__(self, prefer: str) -> None:
         super().__init__({None: False})
@@ -473,7 +476,7 @@ class _Routes(dict["torch.device | None", bool]):
     def __missing__(self, device: torch.device) -> bool:
         route = _route(self.prefer, device)
         chosen = route.implementation == "flashinfer"
-        if device.type != "cuda" or device.index is not None:  # else it is the current device, which changes
+        if device.type != "cuda" or device.index is not None:  # otherwise it is the current device, which can change
             self[device] = chosen
             _log.info("calls of %s on %s go to %s: %s", _MODULE, device, *route)
         return chosen
@@ -505,7 +508,7 @@ def _route(prefer: str, device: torch.device) -> Route:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, without an index of the current one; None where there is none."""
+    """Return the compute capability of a CUDA device (without an index: the current one), or None if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -515,14 +518,14 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _require_loadable(architecture: str) -> None:
-    """Raise whatever FlashInfer would for a kernel library that is neither prebuilt nor can be built here."""
+    """Raise FlashInfer's error if a kernel library is not prebuilt and cannot be built here."""
     from flashinfer.experimental.cake_msa_icp_indexer import cake_build
     from flashinfer.jit.cpp_ext import get_cuda_path
 
     libraries = [name for name, entry in cake_build.libraries_by_name().items() if entry["arch"] == architecture]
-    cake_build.record_cuda_version(architecture)  # refuses prebuilt libraries that do not say by what
+    cake_build.record_cuda_version(architecture)  # raises if prebuilt libraries do not name their CUDA version
     for name in libraries:
-        # A specification is made of sources that are there and unchanged, for a toolkit that is new enough.
+        # jit_spec raises if sources are missing or changed, or if the toolkit is too old.
         if not cake_build.prebuilt_path(name).is_file() and not cake_build.jit_spec(name).is_aot:
             if os.environ.get("FLASHINFER_DISABLE_JIT"):
                 raise RuntimeError(f"{name} is not prebuilt, and FLASHINFER_DISABLE_JIT is set")

@@ -7,7 +7,6 @@
 
 #include "call.h"
 #include "driver.h"
-#include "fault_record.h"
 #include "params.h"
 #include "roles.h"
 

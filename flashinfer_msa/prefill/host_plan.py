@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..backends import reference
 from ..layout import BLOCK_TOKENS, ITEM_TOKENS, MAX_ITEM_BLOCKS, MAX_ITEMS, MAX_SEGMENTS, NUM_HEADS
 from ..sizing import ceil_div, msa_icp_index_score_plan_storage
+from .planner import plan_work
 from .window import MSAIcpScorePlan
 
 _INT32_MAX = 2**31 - 1
@@ -35,7 +35,7 @@ def make_host_plan(
     )
     work_range = torch.zeros(storage["work_range_numel"], dtype=torch.int64, device="cpu")
     work_info = torch.zeros(storage["work_info_numel"], dtype=torch.int64, device="cpu")
-    reference.prefill_plan(
+    plan_work(
         qo_segment_lens,
         kv_segment_lens,
         qo_offset,

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from ..layout import BLOCK_TOKENS
-from ..runtime.calls import PrefillPlan
-from ..sizing import ceil_div, require_int
+from ..sizing import require_int
 
 
 @dataclass(frozen=True)
@@ -69,25 +67,6 @@ class MSAIcpScorePlan:
     def numbers(self) -> tuple[int, ...]:
         """The plan's limits, in the order of the fields."""
         return (self.total_q, self.num_qo_heads, self.batch, self.max_query_len, self.columns)
-
-
-def planned_window(call: PrefillPlan) -> MSAIcpScorePlan:
-    """The plan that a checked call of the planner makes."""
-    return MSAIcpScorePlan(
-        qo_segment_lens=call.qo_segment_lens,
-        kv_segment_lens=call.kv_segment_lens,
-        qo_segment_offsets=call.qo_segment_offsets,
-        kv_segment_offsets=call.kv_segment_offsets,
-        qo_offset=call.qo_offset,
-        packed_work_range=call.packed_work_range,
-        packed_work_info=call.packed_work_info,
-        workspace=call.workspace,
-        total_q=call.total_q,
-        num_qo_heads=call.num_qo_heads,
-        batch=len(call.qo_segment_lens),
-        max_query_len=call.max_query_len,
-        columns=ceil_div(call.max_seq_len, BLOCK_TOKENS),
-    )
 
 
 def require_score_plan(name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from .schema import FAULT_FIELDS, FAULT_WAITS, ROW_KINDS
+from ..abi.schema import FAULT_FIELDS, FAULT_WAITS, ROW_KINDS
 
 
 @dataclass(frozen=True)

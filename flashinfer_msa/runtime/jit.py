@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles cubins on the serving machine where none is prebuilt, by the lifecycle of FlashInfer's just-in-time kernels.
+"""Compiles cubins on the serving machine if no prebuilt ones fit, as FlashInfer compiles its just-in-time kernels.
 
-Imported only then: it imports FlashInfer, which takes seconds.
+Import it only then, because it imports FlashInfer, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise RuntimeError(
         f"no cubins are prebuilt for this GPU and driver, and compiling them needs {error.name}, which is not "
-        f"installed: pip install {error.name}"
+        "installed: pip install 'flashinfer-msa[flashinfer]'"
     ) from error
 
 try:
@@ -27,10 +27,10 @@ try:
 except ImportError as error:
     raise RuntimeError(
         "no cubins are prebuilt for this GPU and driver, and compiling them needs FlashInfer, which cannot be imported "
-        f"({error}): pip install -U flashinfer-python, or build them with `flashinfer-msa build`"
+        f"({error}): pip install -U 'flashinfer-msa[flashinfer]', or build them with `flashinfer-msa build`"
     ) from error
 except OSError as error:
-    if error.filename is None:  # a library that is not there, rather than a folder
+    if error.filename is None:  # a library is missing; otherwise it is the folder
         raise RuntimeError(
             "no cubins are prebuilt for this GPU and driver, and compiling them needs FlashInfer, which cannot be "
             f"imported ({error}): repair it, or build them with `flashinfer-msa build`"
@@ -51,7 +51,7 @@ from ..manifest import Manifest, read_manifest
 class JitSpecCubins(JitSpec):
     """The cubins of one architecture, for drivers of one major version of CUDA.
 
-    They lie in FlashInfer's folder of compiled kernels, under a name that has the digest of their sources in it.
+    They are in FlashInfer's folder of compiled kernels. The name of their folder has the digest of their sources.
     """
 
     architecture: matrix.Architecture
@@ -66,32 +66,32 @@ class JitSpecCubins(JitSpec):
 
     @property
     def folder(self) -> Path:
-        """Where the cubins and their manifest lie."""
+        """The folder of the cubins and their manifest."""
         return jit_env.FLASHINFER_JIT_DIR / self.name
 
     @property
     def lock_path(self) -> Path:
-        """The file that processes which compile the same lock."""
+        """The lock file of processes that compile the same cubins."""
         return get_tmpdir() / f"{self.name}.lock"
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the cubins are there, whole, and what the driver loads."""
+        """Whether all cubins exist, are intact, and fit the driver."""
         return self.try_load() is not None
 
     def get_library_path(self) -> Path:
-        """The manifest, which is written last."""
+        """Return the path of the manifest, which is written last."""
         return self.folder / "manifest.json"
 
     def try_load(self) -> Manifest | None:
-        """The manifest of the cubins, each of which it has read; None where they are not all there, or not intact."""
+        """Read all cubins and return their manifest. Return None if one is missing or damaged."""
         try:
             return self.load()
         except (OSError, RuntimeError, LookupError, TypeError, ValueError):
             return None
 
     def load(self) -> Manifest:
-        """The manifest of the cubins; an error where it, or one of them, is not as it was built."""
+        """Read all cubins and return their manifest. Raise an error if one is missing or damaged."""
         manifest = read_manifest(self.folder)
         (cubins,) = manifest.sets
         if cubins.architecture != self.architecture.name or cubins.driver > self.driver:
@@ -103,13 +103,13 @@ class JitSpecCubins(JitSpec):
         return manifest
 
     def build(self) -> None:
-        """Compile with the first compiler found whose cubins the driver loads; ``RuntimeError`` where that fails."""
+        """Compile with the first compiler whose cubins the driver loads. Raises ``RuntimeError`` if that fails."""
         found = toolkit.find()
         chosen = toolkit.choose(self.architecture, [each for each in found if each.driver <= self.driver])
         if chosen is None:
             raise RuntimeError(self._missing_compiler(found))
         logger.info("Compiling %s with %s; this takes up to a minute.", self.name, chosen.name)
-        # Of a build that was killed, what was finished is used.
+        # A build that continues a killed one uses the files that it finished.
         work_dir = self.folder / "work"
         try:
             build_cubins(self.folder, self.architecture.name, chosen, work_dir=work_dir)
@@ -134,15 +134,15 @@ class JitSpecCubins(JitSpec):
 
 
 def compiled_cubins(architecture: str, driver: tuple[int, int]) -> Manifest:
-    """The cubins of ``architecture`` for a driver of CUDA version ``driver``, compiled where they are not cached.
+    """Return the cubins of ``architecture`` for a driver of CUDA version ``driver``. Compile them if none are cached.
 
-    ``RuntimeError`` where they cannot be; FlashInfer's ``MissingJITCacheError``, which is one, where
-    ``FLASHINFER_DISABLE_JIT`` forbids it.
+    Raises ``RuntimeError`` if they cannot be compiled. If ``FLASHINFER_DISABLE_JIT`` forbids it, the error is a
+    subclass, FlashInfer's ``MissingJITCacheError``.
     """
     try:
         spec = JitSpecCubins(matrix.ARCHITECTURES[architecture], driver)
     except TypeError as error:
-        # One more method is abstract than those that are known.
+        # FlashInfer's class has an abstract method that JitSpecCubins does not implement.
         raise RuntimeError(
             f"no cubins of {architecture} are prebuilt that this driver (CUDA {toolkit.dotted(driver)}) loads, and "
             f"this version of FlashInfer asks more of what compiles them than is known ({error}): install FlashInfer "

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..abi.calls import schema_digest
 from ..layout import LAYOUTS
 from ..manifest import load_manifest
-from .calls import schema_digest
 
 _lock = threading.Lock()
 _loading = threading.local()

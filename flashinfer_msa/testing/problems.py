@@ -38,12 +38,12 @@ _E4M3_SPECIAL = (0x7E, 0xFE, 0x80)
 """Bits of 448, -448 and -0.0."""
 
 
-def group_plans(layout: Layout, devices: Sequence[torch.device | str], **limits: Any) -> list[MSAIcpIndexerPlan]:
+def group_indexers(layout: Layout, devices: Sequence[torch.device | str], **limits: Any) -> list[MSAIcpIndexerPlan]:
     """Indexers of every rank of a group, rank ``r`` on device ``r % len(devices)``, warmed up.
 
     ``limits`` are the arguments of ``prepare_msa_icp_indexer`` that the layout does not settle.
     """
-    plans = [
+    indexers = [
         prepare_msa_icp_indexer(
             world_size=layout.world_size,
             rank=rank,
@@ -54,9 +54,9 @@ def group_plans(layout: Layout, devices: Sequence[torch.device | str], **limits:
         )
         for rank in range(layout.world_size)
     ]
-    for plan in plans:
-        plan.warmup()
-    return plans
+    for indexer in indexers:
+        indexer.warmup()
+    return indexers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +244,12 @@ class PrefillProblem(Problem):
         device = self.index_q.device
         lens = torch.tensor(self.query_lens, dtype=torch.int32, device=device)
         zero = lens.new_zeros(1)
-        offsets = [torch.cat([zero, x.cumsum(0, dtype=torch.int32)]) for x in (lens, self.seq_lens)]
-        return lens, self.seq_lens, *offsets, torch.tensor(self.positions, dtype=torch.int32, device=device)
+        query_offsets, key_offsets = (torch.cat([zero, x.cumsum(0, dtype=torch.int32)]) for x in (lens, self.seq_lens))
+        positions = torch.tensor(self.positions, dtype=torch.int32, device=device)
+        return lens, self.seq_lens, query_offsets, key_offsets, positions
 
     @property
-    def bounds(self) -> dict[str, int]:
+    def bounds(self) -> dict[str, Any]:
         """The tightest ``total_q``, ``max_query_len`` and ``max_seq_len`` of a plan."""
         return {
             "total_q": max(len(self.index_q), 1),
@@ -287,7 +288,7 @@ def share_cache(decode: DecodeProblem, prefill: PrefillProblem) -> tuple[DecodeP
 
 
 def run_local_prefill(
-    plan: MSAIcpIndexerPlan,
+    indexer: MSAIcpIndexerPlan,
     problem: PrefillProblem,
     index_k: torch.Tensor,
     scratch: torch.Tensor | None,
@@ -302,18 +303,18 @@ def run_local_prefill(
     All windows are planned before any runs, as every layer uses all of them.
     """
     windows = problem.windows(tokens)
-    plans = [plan.prefill_window_plan(i, *window.segments, **window.bounds) for i, window in enumerate(windows)]
+    plans = [indexer.prefill_window_plan(i, *window.segments, **window.bounds) for i, window in enumerate(windows)]
     for i, (window, window_plan) in enumerate(zip(windows, plans, strict=True)):
         rows = carrier[:, i * tokens : i * tokens + len(window.index_q)]
-        plan.prefill_local(
+        indexer.prefill_local(
             window.index_q, index_k, window.block_table, window_plan, scratch, window.num_valid_pages, rows, pool=pool
         )
 
 
-def exchange(carriers: Sequence[torch.Tensor], plan: MSAIcpIndexerPlan) -> torch.Tensor:
-    """What an all-to-all of every rank's carrier int32 ``[4, T, 33]`` brings to the rank of ``plan``."""
-    first = plan.rank * plan.heads_per_rank
-    return torch.stack([carrier[first : first + plan.heads_per_rank].to(plan.device) for carrier in carriers])
+def exchange(carriers: Sequence[torch.Tensor], indexer: MSAIcpIndexerPlan) -> torch.Tensor:
+    """What an all-to-all of every rank's carrier int32 ``[4, T, 33]`` brings to the rank of ``indexer``."""
+    first = indexer.rank * indexer.heads_per_rank
+    return torch.stack([carrier[first : first + indexer.heads_per_rank].to(indexer.device) for carrier in carriers])
 
 
 def random_e4m3(shape: Sequence[int], generator: torch.Generator, *, special: bool = False) -> torch.Tensor:

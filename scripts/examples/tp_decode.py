@@ -53,7 +53,7 @@ def main(
     device = join_group(backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = find_layout(page_size, world_size)
-    plan = prepare_msa_icp_indexer(
+    indexer = prepare_msa_icp_indexer(
         world_size=world_size,
         rank=rank,
         num_index_heads=NUM_HEADS,
@@ -68,9 +68,9 @@ def main(
         device=device,
         backend=backend,
     )
-    with allocate_comm(plan) as comm:
+    with allocate_comm(indexer) as comm:
         # Every kernel is resident on every rank before the first wait for a peer.
-        plan.warmup()
+        indexer.warmup()
         dist.barrier()
 
         # The requests as their prefill has left them.
@@ -90,18 +90,18 @@ def main(
             unsharded.write(layer, keys, slots)
 
         # What a step reads and writes stays where it is; a step fills it with new values.
-        decode = DecodeBatch(batch, ceil_div(plan.max_model_len, page_size), device)
+        decode = DecodeBatch(batch, ceil_div(indexer.max_model_len, page_size), device)
         rows = torch.zeros(batch, dtype=torch.int64, device=device)
         index_q = torch.empty(layers, batch, NUM_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
         index_k = torch.empty(layers, batch, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
-        output = torch.zeros(batch, plan.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
+        output = torch.zeros(batch, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
         selected = torch.zeros(layers, *output.shape, dtype=torch.int32, device=device)
         # Checks every argument once; a layer brings its query, keys and slot set.
-        prepared = plan.prepare_decode_step(
+        prepared = indexer.prepare_decode_step(
             decode.block_table,
             decode.seq_lens,
             decode.num_valid_pages,
-            torch.empty(plan.decode_scores_shape(), device=device),
+            torch.empty(indexer.decode_scores_shape(), device=device),
             output,
             comm=comm,
             tagged=tagged,

@@ -118,11 +118,11 @@ class PrefillBatch:
     """The prefill rows of a step and their windows, in buffers that stay: CUDA graphs hold their addresses."""
 
     def __init__(
-        self, plan: MSAIcpIndexerPlan, *, tokens: int, window_tokens: int, columns: int, device: torch.device
+        self, indexer: MSAIcpIndexerPlan, *, tokens: int, window_tokens: int, columns: int, device: torch.device
     ) -> None:
-        self._plan = plan
+        self._indexer = indexer
         self._window_tokens = window_tokens
-        windows, segments = ceil_div(tokens, window_tokens), plan.max_num_seqs
+        windows, segments = ceil_div(tokens, window_tokens), indexer.max_num_seqs
         int32 = {"dtype": torch.int32, "device": device}
         self._block_tables = torch.zeros(windows, segments, columns, **int32)
         # Query and key lengths, offsets of both, and positions.
@@ -157,7 +157,7 @@ class PrefillBatch:
         segments.copy_(host)
         query_lens, key_lens, query_offsets, key_offsets, positions = segments
         # The bounds are those of the buffers, so that equal sizes make equal plans.
-        window_plan = self._plan.prefill_window_plan(
+        window_plan = self._indexer.prefill_window_plan(
             index,
             query_lens[:-1],
             key_lens[:-1],
@@ -166,7 +166,7 @@ class PrefillBatch:
             positions[:-1],
             total_q=end - start,
             max_query_len=end - start,
-            max_seq_len=self._plan.max_model_len,
+            max_seq_len=self._indexer.max_model_len,
         )
         return start, end, table, window_plan
 
@@ -234,7 +234,7 @@ def main(
     device = join_group(backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = find_layout(page_size, world_size)
-    plan = prepare_msa_icp_indexer(
+    indexer = prepare_msa_icp_indexer(
         world_size=world_size,
         rank=rank,
         num_index_heads=NUM_HEADS,
@@ -260,21 +260,22 @@ def main(
     generator = torch.Generator(device).manual_seed(seed)
 
     # Graphs that have captured the exchange go before its process group.
-    with allocate_comm(plan) as comm, plan.layer_graphs(max_keys=GRAPH_KEYS) as graphs:
+    with allocate_comm(indexer) as comm, indexer.layer_graphs(max_keys=GRAPH_KEYS) as graphs:
         # Before the first wait for a peer, every kernel is resident on every rank and the exchange is connected.
-        plan.warmup()
-        scratch_tokens, _, pitch = plan.prefill_scratch_shape()
+        indexer.warmup()
+        scratch_tokens, _, pitch = indexer.prefill_scratch_shape()
         window = min(window, scratch_tokens)
         scratch = torch.empty(window, NUM_HEADS, pitch, device=device)
-        carriers = torch.zeros(plan.prefill_carrier_shape(), dtype=torch.int32, device=device)
+        carriers = torch.zeros(indexer.prefill_carrier_shape(), dtype=torch.int32, device=device)
         exchange_carriers(*halves(carriers, ITEM_TOKENS, world_size))
         dist.barrier()
 
         decode_batch = DecodeBatch(batch, columns, device)
-        prefill_batch = PrefillBatch(plan, tokens=chunk, window_tokens=window, columns=columns, device=device)
-        scores = torch.empty(plan.decode_scores_shape(), device=device)
+        prefill_batch = PrefillBatch(indexer, tokens=chunk, window_tokens=window, columns=columns, device=device)
+        scores = torch.empty(indexer.decode_scores_shape(), device=device)
         decode_output, prefill_output = (
-            torch.zeros(rows, plan.heads_per_rank, TOP_K, dtype=torch.int32, device=device) for rows in (batch, chunk)
+            torch.zeros(rows, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
+            for rows in (batch, chunk)
         )
         uses = 0  # of slot sets: runs over all layers of all steps that decode
         stopwatch, timed = Stopwatch(device), []
@@ -298,7 +299,7 @@ def main(
             decode = prefill = exchange = None
             if decode_rows:
                 decode_batch.load(decoding)
-                decode = plan.prepare_decode_step(
+                decode = indexer.prepare_decode_step(
                     decode_batch.block_table[:decode_rows],
                     decode_batch.seq_lens[:decode_rows],
                     decode_batch.num_valid_pages[:decode_rows],
@@ -310,7 +311,7 @@ def main(
                 )
             if prefill_rows:
                 send, received = halves(carriers, prefill_rows, world_size)
-                prefill = plan.prepare_prefill_step(
+                prefill = indexer.prepare_prefill_step(
                     prefill_batch.load(chunks, prefill_rows),
                     scratch,
                     prefill_batch.num_valid_pages[:prefill_rows],

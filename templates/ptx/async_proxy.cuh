@@ -1,7 +1,8 @@
-// Order between ordinary accesses and those of tensor cores and copy engines (sm_90 and later).
+// Order between threads' own accesses and those of tensor cores and copy engines (sm_90 and later).
 namespace ptx {
 
-// Makes the calling thread's writes to shared memory visible to the async proxy, once others know of them.
+// Orders the calling thread's earlier reads and writes of shared memory before accesses of the async proxy that come
+// after it by a barrier or in program order.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace ptx

@@ -1,9 +1,10 @@
-// Global to shared copies by cp.async (before sm_90). Every lane of the warp copies its share.
+// Copies from global to shared memory by cp.async (before sm_90). Every lane of the warp copies its share.
+// Needs: ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 constexpr unsigned kCopyArrivals = 32;
 
-// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
+// Copies kBytes, whose arrival completes `barrier`'s phase. The warp must be converged.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
   static_assert(kBytes % (32 * 16) == 0, "every lane copies 16 bytes at a time");
@@ -15,5 +16,8 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsig
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+
+// These copies write through the generic proxy, like any store, so __syncwarp orders them after reads.
+__device__ __forceinline__ void fence_reads_before_copy() {}
 
 }  // namespace ptx

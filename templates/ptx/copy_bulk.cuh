@@ -1,10 +1,11 @@
-// Global to shared copies by the bulk copy engine (sm_90 and later). One lane issues a whole copy.
+// Copies from global to shared memory by the bulk copy engine (sm_90 and later). One lane issues a whole copy.
+// Needs: ptx/async_proxy.cuh, ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 constexpr unsigned kCopyArrivals = 1;
 
-// Called by a converged warp: copies kBytes from global to shared memory and completes `barrier`'s phase with them.
-// What is copied is read once, so it is the first to leave the L2 cache.
+// Copies kBytes, whose arrival completes `barrier`'s phase. The warp must be converged. The data is read once, so the
+// L2 cache evicts it first.
 template <int kBytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsigned long long* barrier, int lane) {
   static_assert(kBytes % 16 == 0, "bulk copies move multiples of 16 bytes");
@@ -21,5 +22,8 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, unsig
         : "memory");
   }
 }
+
+// Each lane calls this between its reads of shared memory and the __syncwarp before a copy overwrites them.
+__device__ __forceinline__ void fence_reads_before_copy() { fence_async_proxy(); }
 
 }  // namespace ptx

@@ -1,4 +1,4 @@
-// Global to shared copies by cp.async (sm_80 and later), waited for in groups.
+// Copies from global to shared memory by cp.async (sm_80 and later), which threads wait for in groups.
 namespace ptx {
 
 __device__ __forceinline__ void copy_16(void* to, const void* from) {

@@ -1,11 +1,13 @@
-// Global to shared copies of tensor tiles by the tensor copy engine (sm_90 and later). One lane issues a whole tile.
+// Copies of tensor tiles from global to shared memory by the tensor copy engine (sm_90 and later). One lane issues a
+// whole tile.
+// Needs: ptx/mbarrier.cuh.j2.
 namespace ptx {
 
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the tile at element (x, y) of a 2-D tensor; `barrier` counts its bytes. Elements outside read as zero.
+// Copies the tile at element (x, y) of a 2-D tensor; `barrier` counts its bytes. Elements outside the tensor are zero.
 __device__ __forceinline__ void copy_tile(void* to, const void* map, int x, int y, unsigned long long* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3}], [%4];" ::"r"(
@@ -14,7 +16,7 @@ __device__ __forceinline__ void copy_tile(void* to, const void* map, int x, int 
       : "memory");
 }
 
-// The same of a 3-D tensor.
+// The same for a 3-D tensor.
 __device__ __forceinline__ void copy_tile(void* to, const void* map, int x, int y, int z,
                                           unsigned long long* barrier) {
   asm volatile(

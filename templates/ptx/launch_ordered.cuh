@@ -1,4 +1,4 @@
-// Architectures without programmatic dependent launch: kernels of a stream follow one another.
+// For architectures without programmatic dependent launch: the kernels of a stream run one after the other.
 namespace ptx {
 
 __device__ __forceinline__ void wait_for_predecessor() {}

@@ -1,7 +1,7 @@
-// Tensor-core product of FP16 tiles with FP32 accumulation, and the exact conversion of e4m3 to FP16.
+// The tensor-core product of FP16 tiles with FP32 accumulation, and the exact conversion of e4m3 to FP16.
 namespace ptx {
 
-// Two e4m3 in the low or high half of `word` as two FP16. Exact: every e4m3 value is an FP16 value.
+// Converts the two e4m3 in the low or high half of `word` to two FP16. Every e4m3 value is an FP16 value.
 __device__ __forceinline__ unsigned half2_from_e4m3_low(unsigned word) {
   unsigned result;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"

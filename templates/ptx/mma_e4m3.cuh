@@ -1,4 +1,5 @@
-// Tensor-core product of e4m3 tiles with FP32 accumulation, where mma.sync multiplies e4m3 as it is (sm_89, sm_120).
+// The tensor-core product of e4m3 tiles with FP32 accumulation, where mma.sync multiplies e4m3 directly (sm_89,
+// sm_120).
 namespace ptx {
 
 // d[16 x 8] += a[16 x 32] * b[32 x 8]; a register holds four elements, the first in the low byte. With g = lane / 4 and

@@ -1,4 +1,4 @@
-// Barriers of some of a CTA's warps, by number; `threads` arrive at one in all, whether they wait there or not.
+// Barriers of some warps of a CTA, by number. `threads` counts all that arrive, whether they wait or not.
 namespace ptx {
 
 __device__ __forceinline__ void barrier_sync(int number, int threads) {

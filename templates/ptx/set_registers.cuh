@@ -1,4 +1,4 @@
-// Registers moved from one warpgroup to others (sm_90a and later). Every warp of the warpgroup calls.
+// Moves registers from one warpgroup to others (sm_90a and later). Every warp of a warpgroup must call.
 namespace ptx {
 
 template <int kCount>

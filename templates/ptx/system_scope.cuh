@@ -1,7 +1,7 @@
-// Accesses ordered or atomic at system scope: what ranks on different GPUs agree through.
+// Accesses that are ordered or atomic at system scope, through which ranks on different GPUs communicate.
 namespace ptx {
 
-// Of a clock that all multiprocessors share.
+// The time of a clock that all multiprocessors share.
 __device__ __forceinline__ unsigned long long nanoseconds() {
   unsigned long long value;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
@@ -18,7 +18,8 @@ __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// From the L2 cache or beyond: an L1 cache may hold what a kernel that ran before another one's early start has read.
+// Reads from the L2 cache or beyond. A kernel that starts before its predecessors end needs this for data that the host
+// or an earlier kernel has changed: the L1 cache may still hold the old value.
 __device__ __forceinline__ int load_relaxed(const int* address) {
   int value;
   asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

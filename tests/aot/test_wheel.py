@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from flashinfer_msa.aot import toolkit
 from flashinfer_msa.aot.matrix import ARCHITECTURES
@@ -124,6 +126,15 @@ def test_wheel_is_as_it_must_be(wheel: Path, check: Callable[[Path], list[str]])
     } <= names
     assert any(name.startswith("flashinfer_msa/native/") and name.endswith(".cc") for name in names)
     assert all(name.startswith(("flashinfer_msa/", "flashinfer_msa-")) for name in names)
+
+
+def test_running_requires_neither_flashinfer_nor_build_tools(wheel: Path) -> None:
+    (text,) = (text for name, text in members(wheel).items() if name.endswith(".dist-info/METADATA"))
+    requirements = [Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)$", text.decode(), re.MULTILINE)]
+    required = {each.name for each in requirements if each.marker is None}
+    extra = {each.name for each in requirements if each.marker and each.marker.evaluate({"extra": "flashinfer"})}
+    assert required == {"torch", "apache-tvm-ffi", "click", "numpy", "packaging", "rich"}
+    assert extra == {"flashinfer-python", "jinja2", "ninja"}
 
 
 def test_check_tells_what_is_wrong(wheel: Path, check: Callable[[Path], list[str]], tmp_path: Path) -> None:

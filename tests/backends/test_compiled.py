@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer_msa import msa_ops
+from flashinfer_msa.backends import calls
 from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.prefill.window import MSAIcpScorePlan
-from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, exchange, group_plans
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, exchange, group_indexers
 
 LAYOUT = LAYOUTS["p256_tp2"]
 QUERY_LEN = 2
@@ -53,7 +54,7 @@ class Group:
 
     @classmethod
     def make(cls, layout: Layout = LAYOUT) -> Group:
-        plans = group_plans(
+        plans = group_indexers(
             layout,
             ["cpu"],
             **BLOCKS,
@@ -320,7 +321,7 @@ def test_slot_sets_of_compiled_code_come_between(backend: str) -> None:
     publish(0)
     generations = group.comms[0].publish_generations[:, :, : len(step.index_q)]
     assert [set(of_slot.flatten().tolist()) for of_slot in generations] == [{2}, {1}, {0}]
-    with pytest.raises(ValueError, match=r"^slot must be another one .* was 0 twice"):
+    with pytest.raises(ValueError, match=r"^slot must differ from that of the layer before .* was 0 twice"):
         publish(0)
 
 
@@ -520,20 +521,34 @@ KEEP: list[Any] = []
 """Indexers and receive storage whose addresses or numbers a call has."""
 
 
+def _given(call: Any) -> dict[str, Any]:
+    """What the operator of a call takes."""
+    given = {**call._asdict(), "backend": "torch"}
+    for name in ("plan", "window_plan"):
+        if name in given:
+            plan = given.pop(name)
+            given |= {f"{name}_tensors": list(plan.tensors()), f"{name}_numbers": list(plan.numbers())}
+    return given
+
+
 def _decode_score_call() -> Any:
     now, group = problem(), Group.make()
-    arguments = (now.index_q, now.shard(1), now.block_table, now.seq_lens, group.scores[0][: len(now.index_q)])
+    plane = group.scores[0][: len(now.index_q)]
     sizes = {"world_size": LAYOUT.world_size, "page_size": LAYOUT.page_size, "max_decode_query_len": 4}
-    return arguments, {"rank": 1, **sizes, "decode_query_len": QUERY_LEN, "backend": "torch"}
+    tensors = (now.index_q, now.shard(1), now.block_table, now.seq_lens, plane)
+    return _given(calls.DecodeScore(*tensors, rank=1, **sizes, decode_query_len=QUERY_LEN, enable_pdl=False))
+
+
+_PUBLISH = {"capacity": 16, "spin_limit": 1 << 26, "enable_pdl": False, **FORCED}
 
 
 def _publish_call() -> Any:
     now, group = problem(), Group.make()
     KEEP.append(group)
     comm, scores = group.comms[0], torch.randn(len(now.index_q), NUM_HEADS, 8)
-    kind = {"slot": 1, "rank": 0, "world_size": 2, "heads_per_rank": 2, "capacity": 16, **FORCED, "backend": "torch"}
-    arguments = (scores, now.num_valid_pages, comm.tagged_recv_bases, comm.errors)
-    return arguments, {**kind, "generations": comm.publish_generations, "index_scale": 2}
+    kind = {"slot": 1, "rank": 0, "world_size": 2, "heads_per_rank": 2, "index_scale": 2, "index_offset": 0, **_PUBLISH}
+    tensors = (scores, now.num_valid_pages, comm.tagged_recv_bases, comm.errors)
+    return _given(calls.SelectPublish(*tensors, generations=comm.publish_generations, **kind))
 
 
 def _score_publish_call() -> Any:
@@ -542,9 +557,9 @@ def _score_publish_call() -> Any:
     comm = group.comms[1]
     pool = torch.zeros(msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=16), dtype=torch.uint8)
     step_of = (now.index_q, now.shard(1), now.block_table, now.seq_lens, now.num_valid_pages)
-    sizes = {"rank": 1, "world_size": 2, "page_size": LAYOUT.page_size, "decode_query_len": QUERY_LEN, "capacity": 16}
-    kind = {"slot": 2, "generations": comm.publish_generations, **FORCED, "backend": "torch"}
-    return (*step_of, pool, comm.tagged_recv_bases, comm.errors), {**sizes, **kind}
+    sizes = {"rank": 1, "world_size": 2, "page_size": LAYOUT.page_size, "decode_query_len": QUERY_LEN, "slot": 2}
+    tensors = (*step_of, pool, comm.tagged_recv_bases, comm.errors)
+    return _given(calls.ScorePublish(*tensors, **sizes, generations=comm.publish_generations, **_PUBLISH))
 
 
 def _published(slot: int) -> tuple[DecodeProblem, Group]:
@@ -563,8 +578,20 @@ def _output(tokens: int) -> torch.Tensor:
 def _merge_call() -> Any:
     now, group = _published(0)
     comm = group.comms[0]
-    arguments = (comm.tagged_recv[0], now.num_valid_pages, _output(len(now.index_q)), comm.errors)
-    return arguments, {**BLOCKS, "expected_generations": comm.expected_generations[0], "backend": "torch"}
+    return _given(
+        calls.Merge(
+            now.num_valid_pages,
+            _output(len(now.index_q)),
+            comm.errors,
+            spin_limit=1 << 26,
+            enable_pdl=False,
+            prefill=False,
+            tagged=True,
+            expected_generations=comm.expected_generations[0],
+            recv_slot=comm.tagged_recv[0],
+            **BLOCKS,
+        )
+    )
 
 
 def _chain_call() -> Any:
@@ -572,13 +599,12 @@ def _chain_call() -> Any:
     now, group = problem(), Group.make()
     group.publish(1, now, now.shard(1), slot=2, tagged=True)
     KEEP.append(group)
-    plan, comm = group.plans[0], group.comms[0]
-    known = plan._known
-    form = (True, True, 2, True, False, now.num_valid_pages)
+    storages, comm = group.plans[0]._storages, group.comms[0]
     half = (now.index_q, now.shard(0), now.block_table, now.seq_lens, group.scores[0], None, QUERY_LEN)
-    counters = (comm.publish_generations, comm.expected_generations, comm.errors)
-    number = known.comms[id(comm)]
-    return (known.indexer, number, known.order.word, *form, *half, _output(len(now.index_q)), *counters), {}
+    call = calls.Decode(True, True, 2, True, False, now.num_valid_pages, *half, _output(len(now.index_q)))
+    names = ("publish_generations", "expected_generations", "errors")
+    known = {"storages": storages.handle, "comm": storages.handle_of(comm), "order": storages.order.word}
+    return {**_given(call), **known, **{name: getattr(comm, name) for name in names}}
 
 
 def _prefill_window() -> PrefillProblem:
@@ -587,46 +613,45 @@ def _prefill_window() -> PrefillProblem:
 
 def _plan_call() -> Any:
     now = _prefill_window()
-    return (*now.segments, NUM_HEADS), {**now.bounds, **plan_storage(), "backend": "torch"}
-
-
-def _plan_parts(now: PrefillProblem) -> tuple[list[torch.Tensor], list[int]]:
-    plan = device_plan(now, plan_storage())
-    values = list(vars(plan).values())
-    return values[:8], values[8:-1]
+    return _given(calls.PrefillPlan(*now.segments, num_qo_heads=NUM_HEADS, **now.bounds, **plan_storage()))
 
 
 def _prefill_score_call() -> Any:
     now = _prefill_window()
     scores = torch.full((len(now.index_q), NUM_HEADS, 16), -777.0)
-    kind = {"rank": 0, "max_score": scores, "tp": 2, "compact": True, "backend": "torch"}
-    return (now.index_q, now.shard(0), now.block_table, *_plan_parts(now)), kind
+    tensors = (now.index_q, now.shard(0), now.block_table, device_plan(now, plan_storage()))
+    flags = {"sm_scale": 1.0, "initialize": True, "compact": True, "enable_pdl": False, "exact": False}
+    return _given(calls.PrefillScore(*tensors, rank=0, tp=2, max_score=scores, **flags))
 
 
 def _select_call() -> Any:
     now = _prefill_window()
     scores = torch.randn(len(now.index_q), NUM_HEADS, 12)
-    return (scores, now.num_valid_pages, carrier_of(now)), {**FORCED, "index_scale": 2, "backend": "torch"}
+    tensors = (scores, now.num_valid_pages, carrier_of(now))
+    return _given(calls.SelectPrefill(*tensors, **FORCED, index_scale=2, index_offset=0))
 
 
 def _score_select_call() -> Any:
     now = _prefill_window()
     # Memory that nothing writes would differ between runs.
     pool = prefill_pool().zero_()
-    tensors = (now.index_q, now.shard(0), now.block_table, *_plan_parts(now), now.num_valid_pages, pool)
-    return (*tensors, carrier_of(now)), {"rank": 0, "tp": 2, "compact": True, "backend": "torch", **FORCED}
+    tensors = (now.index_q, now.shard(0), now.block_table, device_plan(now, plan_storage()))
+    to = {"num_valid_pages": now.num_valid_pages, "pool": pool, "carrier": carrier_of(now)}
+    flags = {"compact": True, "enable_pdl": False, "exact": False}
+    return _given(calls.PrefillScoreSelect(*tensors, rank=0, tp=2, **to, **FORCED, **flags))
 
 
 def _local_call() -> Any:
     now = _prefill_window()
     scratch = torch.full((len(now.index_q), NUM_HEADS, 16), -777.0)
-    tensors = (now.index_q, now.shard(0), now.block_table, *_plan_parts(now), 0, 2, scratch, now.num_valid_pages)
-    return (*tensors, carrier_of(now), 1, 2, 2, 0, None, None, False), {"backend": "torch"}
+    tensors = (now.index_q, now.shard(0), now.block_table, device_plan(now, plan_storage()))
+    to = (scratch, now.num_valid_pages, carrier_of(now))
+    return _given(calls.PrefillLocal(*tensors, 0, 2, *to, 1, 2, 2, 0, None, None, False))
 
 
 def _exchanged_call() -> Any:
     rows = torch.randint(0, 9, (2, 2, 5, ROW_WORDS), dtype=torch.int32)
-    return (rows, torch.full((5,), 9, dtype=torch.int32), _output(5), 2, 1, 2), {"backend": "torch"}
+    return _given(calls.PrefillMerge(rows, torch.full((5,), 9, dtype=torch.int32), _output(5), 2, 1, 2))
 
 
 def test_every_operator_has_arguments() -> None:
@@ -644,27 +669,25 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if floats else allclose(a, b, **options)
 
     monkeypatch.setattr(torch, "allclose", same)
-    arguments, options = operator_calls()[name]()
+    options = operator_calls()[name]()
     operator = getattr(torch.ops.flashinfer_msa, name).default
-    done = torch.library.opcheck(operator, arguments, options)
+    done = torch.library.opcheck(operator, (), options)
     assert set(done.values()) == {"SUCCESS"}, done
 
 
 @pytest.mark.parametrize("name", operator_calls())
 def test_written_arguments_are_those_declared(name: str) -> None:
     """What opcheck does not see: an argument that is declared and never written costs a copy."""
-    arguments, options = operator_calls()[name]()
+    given = operator_calls()[name]()
     operator = getattr(torch.ops.flashinfer_msa, name).default
-    names = [argument.name for argument in operator._schema.arguments]
-    given = {**dict(zip(names, arguments, strict=False)), **options}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     before = {key: value.view(torch.uint8).clone() for key, value in tensors.items() if value.numel()}
-    operator(*arguments, **options)
+    operator(**given)
     written = {key for key, value in before.items() if not torch.equal(tensors[key].view(torch.uint8), value)}
     declared = {argument.name for argument in operator._schema.arguments if argument.is_write}
     # Rows are written by peers, or released; errors where a wait runs out; the reference has no use for scratch; and
     # the word is for order alone.
-    assert declared - written <= {"recv_slot", "errors", "pool", "workspace", "order", "scores", *options} | {
+    assert declared - written <= {"recv_slot", "errors", "pool", "workspace", "order", "scores"} | {
         key for key in declared if given.get(key) is None
     }
     assert written <= declared and written
@@ -675,12 +698,11 @@ def test_written_arguments_are_those_declared(name: str) -> None:
 @pytest.mark.parametrize("name", operator_calls())
 def test_fake_implementations_check_nothing(name: str) -> None:
     """Tensors without memory pass, also on the meta device."""
-    arguments, options = operator_calls()[name]()
+    given = operator_calls()[name]()
     operator = getattr(torch.ops.flashinfer_msa, name).default
     with FakeTensorMode() as mode:
-        assert operator(*_mapped(arguments, mode.from_tensor), **_mapped(options, mode.from_tensor)) is None
-    arguments, options = (_mapped(given, lambda tensor: tensor.to("meta")) for given in (arguments, options))
-    assert operator(*arguments, **options) is None
+        assert operator(**_mapped(given, mode.from_tensor)) is None
+    assert operator(**_mapped(given, lambda tensor: tensor.to("meta"))) is None
 
 
 def _mapped(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -707,7 +729,7 @@ def test_eager_calls_are_no_operators() -> None:
         facade_layers(group, now, shards, tagged=True)(now.index_q, now.block_table, now.seq_lens, 0)
         functions_chain(Group.make(), now, shards, tagged=True, fused=False)(0)
         assert mode.seen == []
-        custom_ops._operators["prefill_merge"][0](*_exchanged_call()[0], backend="torch")
+        custom_ops._operators["prefill_merge"][0](**_exchanged_call())
         assert len(mode.seen) == 1
 
 

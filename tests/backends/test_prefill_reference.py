@@ -18,6 +18,7 @@ from flashinfer_msa.backends import reference
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.prefill import tuning as prefill_tuning
+from flashinfer_msa.prefill.planner import plan_work
 from flashinfer_msa.prefill.tuning import PrefillTuning
 from flashinfer_msa.prefill.window import MSAIcpScorePlan
 from flashinfer_msa.sizing import max_items
@@ -114,7 +115,7 @@ def test_a_plan_deals_every_unit_out_once(segments: list[tuple[int, int, int]], 
     lens, kv_lens, positions = (list(x) for x in zip(*segments, strict=True)) if segments else ([], [], [])
     items = items_by_hand(lens, kv_lens, positions, columns)
     work_range, work_info = torch.full((ranges,), -1), torch.full((len(items) + 2,), -1)
-    reference.prefill_plan(
+    plan_work(
         int32(lens), int32(kv_lens), int32(positions), work_range, work_info, columns=columns, max_items=len(items) + 1
     )
     assert unpacked(work_info[: len(items)]) == items
@@ -143,9 +144,7 @@ def test_a_plan_deals_every_unit_out_once(segments: list[tuple[int, int, int]], 
 def test_a_plan_ends_with_its_room_for_items(room: int) -> None:
     lens, kv_lens, positions = [100, 0, 30, 1], [1000, 7, 2000, 2000], [900, 7, 1970, 100]
     work_range, work_info = torch.full((3,), -1), torch.full((4,), -1)
-    reference.prefill_plan(
-        int32(lens), int32(kv_lens), int32(positions), work_range, work_info, columns=99, max_items=room
-    )
+    plan_work(int32(lens), int32(kv_lens), int32(positions), work_range, work_info, columns=99, max_items=room)
     items = items_by_hand(lens, kv_lens, positions, 99)[:room]
     assert unpacked(work_info[:room]) == items and (work_info[room:] == -1).all()
     assert int((work_range >> 32).sum()) == sum(units_of(blocks) for _, _, blocks in items)
@@ -156,14 +155,12 @@ def test_a_plan_packs_the_largest_window() -> None:
     lens, kv_lens = torch.zeros(65536, dtype=torch.int32), torch.zeros(65536, dtype=torch.int32)
     lens[65535], kv_lens[65535] = 64, 65535 * 128
     work_range, work_info = torch.full((2,), -1), torch.full((1,), -1)
-    reference.prefill_plan(lens, kv_lens, kv_lens, work_range, work_info, columns=65535, max_items=1)
+    plan_work(lens, kv_lens, kv_lens, work_range, work_info, columns=65535, max_items=1)
     assert unpacked(work_info) == [(65535, 0, 65535)]
     assert work_range.tolist() == [8193 << 32, 8193 << 16 | 8193 << 32]
     # Items at the end of a long segment: the last tile of 65535.
     work_info = torch.full((65535,), -1)
-    reference.prefill_plan(
-        int32([65535 * 64]), int32([200]), int32([0]), work_range, work_info, columns=2, max_items=65535
-    )
+    plan_work(int32([65535 * 64]), int32([200]), int32([0]), work_range, work_info, columns=2, max_items=65535)
     assert unpacked(work_info[-1:]) == [(0, 65534, 2)]
     assert work_range.tolist() == [98302 << 32, 32767 | 1 << 16 | 98303 << 32]
 

@@ -60,7 +60,7 @@ class OnTheCpu(TorchFunctionMode):
 
 def run_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> OnTheCpu:
     """Let the measuring code run on the CPU, in the context that is returned."""
-    generator, group_plans = torch.Generator, decode.group_plans
+    generator, group_indexers = torch.Generator, decode.group_indexers
     on_torch = SimpleNamespace(
         **{name: partial(getattr(msa_ops, name), backend="torch") for name in msa_ops.__all__ if "msa_icp_" in name}
     )
@@ -68,7 +68,9 @@ def run_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> OnTheCpu:
     for module in (decode, prefill):
         monkeypatch.setattr(module, "msa_ops", on_torch)
         monkeypatch.setattr(
-            module, "group_plans", lambda layout, _, **limits: group_plans(layout, ["cpu"], backend="torch", **limits)
+            module,
+            "group_indexers",
+            lambda layout, _, **limits: group_indexers(layout, ["cpu"], backend="torch", **limits),
         )
     monkeypatch.setattr(timing, "COLD_BYTES", 1 << 16)
     monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
@@ -553,6 +555,21 @@ def test_tables_show_every_case_with_its_ratios() -> None:
     assert "times" not in render(RECORD)
 
 
+def test_a_table_counts_where_peers_are_faster() -> None:
+    """In its caption; a ratio just below 1 does not read as 1."""
+    own = [row for row in RECORD if row["job"] == "decode_chain"][:2]
+    found: list[Any] = [
+        {**row, "peer": peer, "peer_us": row["us"] * ratio, "speedup": ratio}
+        for peer, ratios in (("A", (0.75, 0.999)), ("B", (1.0, 2.0)))
+        for row, ratio in zip(own, ratios, strict=True)
+    ]
+    text = render([*own, *found])
+    caption = "Below 1x the peer is faster: A in 2 of 2 cases, at worst 0.75x, B nowhere (2 cases)."
+    assert caption == report.where_peers_are_faster(found) and caption in " ".join(text.split())
+    assert "<1.00x" in text and report.ratio_text(1.0) == "1.00x"
+    assert "Below 1x" not in render(own) and report.where_peers_are_faster(own) == ""
+
+
 def test_a_case_that_a_peer_lacks_has_a_dash() -> None:
     own = [row for row in RECORD if row["job"] == "decode_chain"][:2]
     text = render([*own, {**with_peers(own)[2], "peer": "Half"}])
@@ -644,6 +661,38 @@ def test_the_table_of_the_fused_prefill_chain_has_its_share() -> None:
     fused = text[text.index(report.TITLES["prefill_fused"]) :]
     assert "separate" in fused and "0.75" in fused
     assert "score and select" in text[: text.index(report.TITLES["prefill_fused"])]
+
+
+def test_the_plot_of_peers_has_every_comparison_of_whole_layers(tmp_path: Path) -> None:
+    """Decode chains, and prefill windows of which score and select of a peer were measured."""
+    pytest.importorskip("matplotlib")
+    from flashinfer_msa.bench.plots import draw, peers
+
+    chain = next(row for row in RECORD if row["job"] == "decode_chain" and row["cold"])
+    parts = [{**of_prefill("P256-TP4", 64, 8192), "job": f"prefill_{job}"} for job in ("score", "select", "chain")]
+    half = {**of_prefill("P256-TP4", 16, 8192), "job": "prefill_chain"}
+    peer = {"peer": "A", "peer_us": 4.0}
+    found = [chain, *parts, half, {**chain, "peer": "B", "speedup": 2.0}]
+    found += [{**row, **peer, "speedup": 0.8} for row in parts[:2]]
+    found.append({**half, **peer, "job": "prefill_score", "speedup": 0.8})
+    shown = series.SERIES["peers"](found)
+    assert [(row["peer"], row["speedup"]) for row in shown] == [("B", 2.0), ("A", 8.0 / 5.0)]
+    figure = peers(shown, "here")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "B (faster where shaded)",
+        "A (faster where shaded)",
+    ]
+    points = [
+        {line.get_label(): list(line.get_xdata()) for line in axes.get_lines() if line.get_linestyle() == "None"}
+        for axes in figure.axes
+    ]
+    assert points[0][chain["layout"]] == [2.0] and points[1]["P256-TP4"] == [8.0 / 5.0]
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()][1] == "prefill 64 of 8K"
+    left, right = figure.axes[1].get_xlim()
+    assert left < 1 < right
+    assert len(peers([], "nothing").axes) == 0
+    draw("peers", found, "here", tmp_path / "x.svg", "sha256:abc")
+    assert "<dc:identifier>sha256:abc</dc:identifier>" in (tmp_path / "x.svg").read_text()
 
 
 def test_plots_of_warm_rows_alone_and_of_one_case(tmp_path: Path) -> None:

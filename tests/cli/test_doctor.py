@@ -24,7 +24,7 @@ from rich.console import Console
 import flashinfer_msa
 from flashinfer_msa import manifest
 from flashinfer_msa.cli import doctor
-from flashinfer_msa.cli.doctor import Finding, Report
+from flashinfer_msa.cli.findings import Finding, Report, print_report
 from flashinfer_msa.cli.main import main
 from flashinfer_msa.manifest import DATA, Manifest, load_manifest
 from flashinfer_msa.runtime import loader
@@ -139,18 +139,23 @@ def test_cubins_of_another_version_are_a_warning(monkeypatch: pytest.MonkeyPatch
 
 
 def test_requirements_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = ["torch>=99", "flashinfer-msa-nothing>=1", "flashinfer-python>=0.6", "click", "sphinx>99; extra == 'x'"]
+    required = [
+        *("torch>=99", "flashinfer-msa-nothing>=1", "click", "sphinx>99; extra == 'docs'"),
+        *(f"{line}; extra == 'flashinfer'" for line in ("flashinfer-python>=0.6", "ninja>=99")),
+    ]
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
     found_version = doctor._version_of
-    absent = ("flashinfer-python", "vllm")
-    monkeypatch.setattr(doctor, "_version_of", lambda name: None if name in absent else found_version(name))
+    versions = {"flashinfer-python": None, "vllm": None, "ninja": "1.11"}
+    monkeypatch.setattr(doctor, "_version_of", lambda name: versions[name] if name in versions else found_version(name))
     findings = {finding.name: finding for finding in doctor._requirements()}
-    assert list(findings) == ["torch", "flashinfer-msa-nothing", "flashinfer-python", "click"]
-    assert [finding.status for finding in findings.values()] == ["failure", "failure", "warning", "ok"]
+    assert list(findings) == ["torch", "flashinfer-msa-nothing", "click", "flashinfer-python", "ninja"]
+    assert [finding.status for finding in findings.values()] == ["failure", "failure", "ok", "ok", "warning"]
     assert findings["torch"].text == f"{doctor._version_of('torch')}, but must be >=99"
     assert findings["torch"].advice == "pip install 'torch>=99'"
     assert findings["flashinfer-msa-nothing"].advice == "pip install 'flashinfer-msa-nothing>=1'"
-    assert "cannot be compiled just in time" in findings["flashinfer-python"].text
+    assert "no functions registered in FlashInfer" in findings["flashinfer-python"].text
+    assert findings["flashinfer-python"].advice == "pip install 'flashinfer-msa[flashinfer]'"
+    assert findings["ninja"].text == "1.11, but must be >=99"
 
 
 def test_requirements_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +167,7 @@ def test_requirements_of_a_package_that_is_not_installed(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor.metadata, "requires", missing)
     monkeypatch.setattr(doctor.metadata, "version", missing)
     assert "on the path but not installed" in one(list(doctor._package()), "package", "flashinfer-msa").text
-    assert [finding.status for finding in doctor._requirements()] == ["failure", "failure", "warning"]
+    assert [finding.status for finding in doctor._requirements()] == ["failure", "failure", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -649,7 +654,7 @@ def test_the_last_line_counts_warnings() -> None:
     for count, words in ((0, "0 warnings"), (1, "1 warning"), (2, "2 warnings")):
         console = Console(width=80)
         with console.capture() as printed:
-            doctor.print_report(Report(REPORT.findings[:1] + REPORT.findings[1:2] * count), console)
+            print_report(Report(REPORT.findings[:1] + REPORT.findings[1:2] * count), console)
         assert printed.get().endswith(f"ok: {count + 1} findings, {words}\n")
 
 

@@ -12,8 +12,8 @@ import torch
 from simulated_group import POISON, SMALL, Group
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.backends import reference
 from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
+from flashinfer_msa.prefill.planner import plan_work
 from flashinfer_msa.prefill.window import MSAIcpScorePlan
 from flashinfer_msa.testing.problems import PrefillProblem, exchange, run_local_prefill
 
@@ -78,7 +78,7 @@ def make_plan(problem: PrefillProblem, backend: str = "cake", **bounds: int) -> 
 def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
     """The same window cut into fewer ranges: the other multiprocessors have nothing to do."""
     work_range, work_info = torch.zeros_like(plan.packed_work_range), torch.empty_like(plan.packed_work_info)
-    reference.prefill_plan(
+    plan_work(
         plan.qo_segment_lens,
         plan.kv_segment_lens,
         plan.qo_offset,

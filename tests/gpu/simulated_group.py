@@ -14,7 +14,7 @@ import torch
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
-from flashinfer_msa.testing.problems import DecodeProblem, group_plans
+from flashinfer_msa.testing.problems import DecodeProblem, group_indexers
 
 SMALL = os.environ.get("FLASHINFER_MSA_TEST_SHAPES") == "small"
 """Shapes that a sanitizer can run."""
@@ -44,7 +44,7 @@ class Group:
         **limits: Any,
     ) -> Group:
         """Plans and storage of every rank, on one device unless there are more; ``tokens`` is the capacity."""
-        plans = group_plans(
+        plans = group_indexers(
             layout,
             devices or ["cuda"],
             init_blocks=init_blocks,

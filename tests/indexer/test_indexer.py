@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer_msa import msa_ops
+from flashinfer_msa.backends.storage import CheckedStorage
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import LAYOUTS, Layout
 from flashinfer_msa.prefill import tuning as prefill_tuning
 from flashinfer_msa.prefill.tuning import PrefillTuning
-from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, group_plans
+from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, group_indexers
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
@@ -310,10 +311,10 @@ def test_a_copy_is_an_indexer_of_the_same_limits(copied: Callable[[Any], Any]) -
     plans, plan = ranks.plans, ranks.plans[2]
     plan.check_comm(ranks.comms[2])
     other = copied(plan)
-    names = inspect.signature(MSAIcpIndexerPlan).parameters
+    names = set(inspect.signature(msa_ops.prepare_msa_icp_indexer).parameters)
     assert len(names) == 17 and all(getattr(other, name) == getattr(plan, name) for name in names)
     assert repr(other) == repr(plan) and other._work_range.data_ptr() != plan._work_range.data_ptr()
-    assert other._known.indexer != plan._known.indexer and other._checked_comm is not plan._checked_comm
+    assert other._storages.handle != plan._storages.handle and other._storages._latest is None
     other.check_comm(local_comm([*plans[:2], other, plans[3]])[2])
 
 
@@ -429,13 +430,13 @@ def test_local_comm_follows_the_layout(layout: Layout) -> None:
 def counted(plan: MSAIcpIndexerPlan, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The comms that ``plan`` checks from here on."""
     seen: list[Any] = []
-    check = plan._check_comm
+    check = plan._storages.check
 
-    def counting(comm: Any) -> torch.Tensor:
+    def counting(comm: Any) -> CheckedStorage:
         seen.append(comm)
         return check(comm)
 
-    monkeypatch.setattr(plan, "_check_comm", counting)
+    monkeypatch.setattr(plan._storages, "check", counting)
     return seen
 
 
@@ -554,7 +555,7 @@ def test_the_fused_chain_publishes_the_same_rows(layout: Layout, tagged: bool) -
     valid = problem.num_valid_pages.clone()
     valid[5] = 0
     tokens = len(problem.index_q)
-    plans = group_plans(
+    plans = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,
@@ -603,7 +604,7 @@ def test_an_output_of_none_is_refused(half: str) -> None:
     """It would be a chain without a merge."""
     layout = LAYOUTS["p128_tp2"]
     problem = DecodeProblem.random(layout, seq_lens=[10], decode_query_len=1)
-    plans = group_plans(
+    plans = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,

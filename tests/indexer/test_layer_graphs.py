@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer_msa.backends.storage import CheckedStorage
+from flashinfer_msa.backends.storage import SlotHistory
 from flashinfer_msa.backends.torch_backend import TorchBackend
 from flashinfer_msa.comm import local_comm
 from flashinfer_msa.indexer import layer_graphs
@@ -31,7 +31,7 @@ from flashinfer_msa.testing.problems import (
     PrefillProblem,
     brute_force_top16,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
     share_cache,
 )
@@ -61,7 +61,7 @@ class FakeGraphs:
         self.captures = self.replays = 0
         self.failure: BaseException | None = None
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(layer_graphs, "_can_capture", lambda plan: True)
+        monkeypatch.setattr(TorchBackend, "can_capture", lambda *_: True)
         monkeypatch.setattr(layer_graphs, "_new_pool", object)
         monkeypatch.setattr(layer_graphs, "_capture", self._capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -71,7 +71,7 @@ class FakeGraphs:
         if self.failure is not None:
             raise self.failure
         with self._monkeypatch.context() as patch:
-            for work in ("decode", "prefill_local", "prefill_merge"):
+            for work in ("_decode", "prefill_local", "prefill_merge"):
                 patch.setattr(TorchBackend, work, lambda *arguments: None)
             launch()
         self.captures += 1
@@ -89,7 +89,7 @@ class FakeGraphs:
                 staging.copy_(index_q)
             with self._monkeypatch.context() as patch:
                 # A CUDA graph does not know of slots.
-                patch.setattr(CheckedStorage, "require_form", lambda *arguments: None)
+                patch.setattr(SlotHistory, "require", lambda *arguments: None)
                 launch()
 
         return object(), replay
@@ -117,7 +117,7 @@ class Serving:
 
     def __init__(self, layout: Layout = LAYOUTS["p128_tp2"], *, tagged: bool = True, length: int = SHORT) -> None:
         self.layout, self.tagged, self.length = layout, tagged, length
-        self.plans = group_plans(layout, ["cpu"], **LIMITS)
+        self.plans = group_indexers(layout, ["cpu"], **LIMITS)
         self.plan = self.plans[0]
         self.comms = local_comm(self.plans)
         self.draw = random.Random(0)

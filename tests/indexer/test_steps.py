@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from flashinfer_msa.backends.storage import SlotHistory
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer.steps import MSAIcpDecodeStep, MSAIcpPrefillStep
 from flashinfer_msa.layout import LAYOUTS, ROW_WORDS, Layout
@@ -23,7 +24,7 @@ from flashinfer_msa.testing.problems import (
     brute_force_top16,
     compare,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
 )
 
@@ -49,7 +50,7 @@ class DecodeRanks:
     """All ranks' decode steps over one problem."""
 
     def __init__(self, layout: Layout, **changes: Any) -> None:
-        self.plans = group_plans(layout, ["cpu"] * layout.world_size, **LIMITS)
+        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **LIMITS)
         self.comms = local_comm(self.plans)
         self.problem = DecodeProblem.random(layout, seq_lens=[700, 2900, 0], decode_query_len=2, device="cpu", seed=3)
         self.shards = [self.problem.shard(rank) for rank in range(layout.world_size)]
@@ -165,7 +166,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
     step, keys = ranks.steps[0], ranks.shards[0]
     for slot in (0, 1, 0, 2):
         ranks.layer(query, slot)
-    words = r"^slot must be another one than that of the layer before with tagged rows, was 2 twice"
+    words = r"^slot must differ from that of the layer before with tagged rows, was 2 twice"
     for again in (
         lambda: step.run(query, keys, slot=2),
         lambda: step.publish(query, keys, slot=2),
@@ -187,7 +188,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
             again()
     ranks.layer(query, 1)
     ranks.require_right(query)
-    step.note_slot(0)  # a replay of a captured layer counts
+    step.note_replay(0)  # a replay of a captured layer counts
     with pytest.raises(ValueError, match="was 0 twice"):
         step.run(query, keys, slot=0)
 
@@ -207,14 +208,14 @@ def test_slots_of_numpy_are_slots(kind: type) -> None:
     ranks.steps[0].publish(query, keys, slot=kind(1))
     for slot in (1, kind(1)):
         for again in (publish, lambda slot: ranks.steps[0].publish(query, keys, slot=slot)):
-            with pytest.raises(ValueError, match=r"^slot must be another one .* was 1 twice"):
+            with pytest.raises(ValueError, match=r"^slot must differ from that of the layer before .* was 1 twice"):
                 again(slot)
 
 
 @pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, pickle.dumps))
 def test_what_holds_addresses_is_not_copied(copied: Callable[[Any], Any]) -> None:
     step = DecodeRanks(LAYOUTS["p128_tp2"]).steps[0]
-    graphs = step.plan.layer_graphs()
+    graphs = step.indexer.layer_graphs()
     begun = graphs.begin_step(decode=step, decode_tokens=step.tokens)
     for thing in (step, PrefillRanks(LAYOUTS["p128_tp2"]).steps[0], graphs, begun):
         with pytest.raises(TypeError, match=f"^an {type(thing).__name__} cannot be copied or pickled"):
@@ -291,7 +292,7 @@ def test_debug_tells_what_has_changed() -> None:
 
 
 def test_a_step_refuses_receive_storage_that_is_gone() -> None:
-    plans = group_plans(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
+    plans = group_indexers(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
     comm = SimpleNamespace(**vars(local_comm(plans)[0]))
     valid = torch.zeros(2, dtype=torch.int32)
     step = plans[0].prepare_decode_step(
@@ -346,7 +347,7 @@ class PrefillRanks:
     def __init__(self, layout: Layout, *, debug: bool = False, pooled: bool = False) -> None:
         # So long a model that a step's windows are of 128 tokens.
         limits = {**LIMITS, "max_model_len": 14_000_000}
-        self.plans = group_plans(layout, ["cpu"] * layout.world_size, **limits)
+        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **limits)
         self.problem = PrefillProblem.random(
             layout, query_lens=[40, 0, 3, 64], kv_lens=[700, 9, 1900, 64], padding=5, device="cpu", seed=1
         )
@@ -515,15 +516,23 @@ def test_steps_are_not_for_compiled_code() -> None:
 
 def test_replays_of_a_captured_layer_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is captured its layers follow one another; afterwards the slot set of a replay is the caller's."""
-    ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True)
+    limits = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True).plans[0].limits
+    slots = SlotHistory(replace(limits, device=torch.device("cuda", 0)))
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    state = ranks.plans[0]._comm_state(ranks.comms[0])._replace(on_gpu=True)
-    state.note(1)
-    assert state.follows_itself(1) and not state.follows_itself(2)
+
+    def is_refused(slot: int) -> bool:
+        try:
+            slots.require(slot, True)
+        except ValueError:
+            return True
+        return False
+
+    slots.note(1)
+    assert is_refused(1) and not is_refused(2)
     capturing = False
-    assert not state.follows_itself(1)
-    state.note(1)
-    assert state.follows_itself(1)
-    state.note(None)
-    assert not state.follows_itself(1)
+    assert not is_refused(1)
+    slots.note(1)
+    assert is_refused(1)
+    slots.note(None)
+    assert not is_refused(1)

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from flashinfer_msa.abi import calls, schema
 from flashinfer_msa.aot import headers, launcher, matrix
 from flashinfer_msa.aot.render import render_headers
 from flashinfer_msa.manifest import Manifest, load_manifest
 from flashinfer_msa.prefill.window import MSAIcpScorePlan
-from flashinfer_msa.runtime import calls, native, schema
+from flashinfer_msa.runtime import native
 
 NEIGHBOURS = [(name, first) for name, call in calls.OPERATIONS.items() for first in range(len(call._fields) - 1)]
 
@@ -53,7 +54,7 @@ def test_the_installed_launcher_fits() -> None:
 
 def test_the_digest_needs_neither_torch_nor_jinja() -> None:
     code = (
-        "import sys; from flashinfer_msa.runtime.calls import schema_digest; print(schema_digest()); "
+        "import sys; from flashinfer_msa.abi.calls import schema_digest; print(schema_digest()); "
         "assert not {'torch', 'jinja2'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -199,7 +200,7 @@ def test_rendered_records_are_those_of_python() -> None:
     rendered = render_headers()
     state = body_of("struct", "ChainState", rendered["calls.h"])
     assert tuple(re.findall(r"int64_t (\w+);", state)) == calls.ChainState._fields
-    record = body_of("struct", "FaultRecord", rendered["fault_record.h"])
+    record = body_of("struct", "FaultRecord", rendered["params.h"])
     assert tuple(re.findall(r"int (\w+);", record)) == schema.FAULT_FIELDS
     assert tuple(re.findall(r'"(\w+)",', rendered["schema.h"])) == schema.FAULT_FIELDS
     roles = rendered["roles.h"].partition("kRoleNames")[2].partition("};")[0]

@@ -126,6 +126,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @needs_nvrtc
+@pytest.mark.network
 def test_compiled_once_and_cached(machine: Machine) -> None:
     first = machine.run()
     assert first["toolkit"].startswith("NVRTC 12.") and first["files"] == [f"sm_89/cuda12/{CUBIN}"]
@@ -138,6 +139,7 @@ def test_compiled_once_and_cached(machine: Machine) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.network
 def test_what_is_not_intact_is_compiled_again(machine: Machine) -> None:
     first = machine.run()
     folder = Path(first["folder"])
@@ -158,6 +160,7 @@ def test_what_is_not_intact_is_compiled_again(machine: Machine) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.network
 def test_processes_at_once(machine: Machine) -> None:
     processes = [machine.start() for _ in range(3)]
     results = [machine.finish(process) for process in processes]
@@ -166,6 +169,7 @@ def test_processes_at_once(machine: Machine) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.network
 def test_killed_in_the_middle(machine: Machine) -> None:
     """The compilers that it had started are waited for, and nothing half-written is loaded."""
     process = machine.start()
@@ -186,6 +190,7 @@ def test_killed_in_the_middle(machine: Machine) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("limit", (0, 50_000))
+@pytest.mark.network
 def test_a_full_disk_is_an_error_and_leaves_nothing(machine: Machine, limit: int) -> None:
     if limit:
         machine.run(FLASHINFER_DISABLE_JIT="1")  # FlashInfer's own files are there
@@ -195,6 +200,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(machine: Machine, limit: int
     assert "folder" in machine.run()
 
 
+@pytest.mark.network
 def test_a_cache_that_cannot_be_written_says_what_to_do(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = machine.run(FLASHINFER_WORKSPACE_BASE=str(tmp_path / "file"))
@@ -202,6 +208,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(machine: Machine, tmp_pa
     assert "set FLASHINFER_WORKSPACE_BASE to a folder that can be written" in refused["text"]
 
 
+@pytest.mark.network
 def test_forbidden_by_the_environment(machine: Machine) -> None:
     refused = machine.run(FLASHINFER_DISABLE_JIT="1")
     assert refused["error"] == "MissingJITCacheError"
@@ -210,6 +217,7 @@ def test_forbidden_by_the_environment(machine: Machine) -> None:
     assert machine.builds() == 0
 
 
+@pytest.mark.network
 def test_no_compiler_whose_cubins_the_driver_loads(machine: Machine) -> None:
     cases = [("sm_110a", "12.9"), ("sm_107a", "12.9"), ("sm_89", "11.8")]
     for (architecture, driver), refused in zip(
@@ -223,10 +231,11 @@ def test_no_compiler_whose_cubins_the_driver_loads(machine: Machine) -> None:
 def test_without_flashinfer_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "flashinfer.py").write_text("raise ImportError('stands before one that is installed')")
     refused = Machine(tmp_path, tmp_path).run()
-    assert refused["error"] == "RuntimeError" and "pip install -U flashinfer-python" in refused["text"]
+    assert refused["error"] == "RuntimeError" and "pip install -U 'flashinfer-msa[flashinfer]'" in refused["text"]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.network
 def test_nvcc_comes_first(machine: Machine) -> None:
     version = toolkit.probe(Path(str(shutil.which("nvcc"))))
     assert version is not None

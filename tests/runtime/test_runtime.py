@@ -19,12 +19,12 @@ import torch
 
 import flashinfer_msa
 from flashinfer_msa import last_fault, msa_ops
+from flashinfer_msa.abi.schema import FAULT_FIELDS
 from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.manifest import DATA, CubinSet, Manifest, load_manifest, read_manifest
 from flashinfer_msa.runtime import fault, loader, native
 from flashinfer_msa.runtime.fault import Fault
 from flashinfer_msa.runtime.loader import Kernels
-from flashinfer_msa.runtime.schema import FAULT_FIELDS
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -585,6 +585,33 @@ def test_importing_the_package_imports_no_torch() -> None:
             raise AssertionError
         """
     )
+
+
+def test_kernels_are_found_and_listed_without_optional_packages() -> None:
+    """What a plain installation has: neither FlashInfer nor what compiles kernels, and nothing that torch may bring."""
+    done = run_python(
+        """
+        import sys
+        for name in ("flashinfer", "jinja2", "ninja", "setuptools", "ziglang", "elftools"):
+            sys.modules[name] = None  # importing it raises ImportError
+        from flashinfer_msa import Fault, comm, last_fault, msa_ops
+        from flashinfer_msa.cli import main
+        from flashinfer_msa.runtime.loader import find_kernels
+        from flashinfer_msa.runtime.manifest import load_manifest
+
+        manifest = load_manifest()
+        assert manifest.sets and last_fault() is None
+        for cubins in manifest.sets:
+            kernels = find_kernels(manifest, cubins.capability, cubins.driver, "cuda:0")
+            assert kernels.prebuilt is cubins and kernels.source_digests()
+            assert all(manifest.read_cubin(entry) for entry in cubins.entries)
+        main(["list"], standalone_mode=False)
+        """
+    )
+    manifest = load_manifest()
+    for cubins in manifest.sets:
+        assert f"{cubins.architecture} {cubins.origin}: {cubins.status}" in done.stdout
+    assert f"{len(manifest.data['cubins'])} cubins" in done.stdout
 
 
 def test_the_torch_backend_works_without_flashinfer_or_build_tools() -> None:

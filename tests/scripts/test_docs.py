@@ -19,7 +19,6 @@ import torch
 from process_group import ProcessGroup
 
 import flashinfer_msa
-from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.comm import MSAIcpComm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.runtime.fault import Fault
@@ -111,12 +110,12 @@ def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 BASE = "buffers.md"
 """The page that others go on from."""
 GOES_ON = {"slots.md", "cuda_graphs.md"}
-WITH_CODE = ("buffers.md", "cuda_graphs.md", "errors.md", "install.md", "slots.md")
+WITH_CODE = ("buffers.md", "cuda_graphs.md", "errors.md", "examples.md", "install.md", "slots.md")
 
 
 def test_pages_with_code_are_run() -> None:
     assert {name for name in PAGES if "```python" in page(name)} == set(WITH_CODE)
-    assert [name for name in PAGES if python_blocks(name)[1]] == ["cuda_graphs.md"]
+    assert [name for name in PAGES if python_blocks(name)[1]] == ["cuda_graphs.md", "examples.md"]
 
 
 @pytest.mark.usefixtures("_flashinfer")
@@ -129,33 +128,46 @@ def test_code_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         for number, code in enumerate(python_blocks(source)[0]):
             exec(compile(code, f"{source}, block {number}", "exec"), names)
     if name == "buffers.md" or name in GOES_ON:
-        assert all(isinstance(plan, MSAIcpIndexerPlan) for plan in names["plans"])
+        assert all(isinstance(indexer, MSAIcpIndexerPlan) for indexer in names["indexers"])
         assert all(isinstance(comm, MSAIcpComm) for comm in names["comms"])
     if name == "slots.md":
         counts = (torch.cat(names["output"], 1) >= 0).sum(-1)
         assert torch.equal(counts.cpu(), torch.tensor([[8] * 4, [16] * 4, [16] * 4]))
-        assert "slot must be another one than that of the layer before" in capsys.readouterr().out
+        assert "slot must differ from that of the layer before" in capsys.readouterr().out
 
 
-def run_group_block(rank: int) -> tuple[list[int], torch.Tensor, bool]:
-    """Run the page's program as one rank of a group."""
-    ((code,)) = python_blocks("cuda_graphs.md")[1]
+def run_group_block(rank: int, name: str) -> dict[str, Any]:
+    """Run a page's program as one rank of a group; returns what it has selected and counted."""
+    ((code,)) = python_blocks(name)[1]
     names: dict[str, Any] = {}
-    exec(compile(code, "cuda_graphs.md", "exec"), names)
-    assert names["rank"] == rank
-    return sorted(names["graphs"].stats.values()), names["selected"], names["comm"].closed
+    exec(compile(code, name, "exec"), names)
+    assert names["rank"] == rank and names["comm"].closed
+    stats = sorted(names["graphs"].stats.values()) if "graphs" in names else []
+    return {"selected": names.get("selected"), "output": names.get("output"), "stats": stats}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes of this test have no GPU each")
-def test_code_of_a_process_a_rank_runs() -> None:
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the processes of this test have no GPU each")
+
+
+@needs_no_gpu
+def test_layer_graphs_of_a_process_per_rank_run() -> None:
     with ProcessGroup(2) as processes:
-        (stats, first, closed), (_, second, _) = processes.run(run_group_block)
-    assert closed and stats == [0, 0, 0, 12]
-    selected = torch.cat([first, second], dim=1)
+        first, second = processes.run(run_group_block, "cuda_graphs.md")
+    assert first["stats"] == [0, 0, 0, 12]
+    selected = torch.cat([first["selected"], second["selected"]], dim=1)
     # 8 and 24 blocks of the decoded tokens, 3 and 4 of the prefilled ones.
     counts = (selected >= 0).sum(-1)
     assert (counts[:2] == torch.tensor([[8], [16]])).all()
     assert (counts[2:130] == 3).all() and (counts[130:] == 4).all()
+
+
+@needs_no_gpu
+def test_the_example_of_a_process_per_rank_runs() -> None:
+    with ProcessGroup(2) as processes:
+        output = torch.cat([found["output"] for found in processes.run(run_group_block, "examples.md")], dim=1)
+    assert output.shape == (3, 4, 16)
+    # 16 of 32 blocks, the newest among them.
+    assert (output.diff(dim=-1) > 0).all() and (output[..., 0] >= 0).all() and (output[..., -1] == 31).all()
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -206,23 +218,12 @@ def test_variables_elsewhere_in_the_manual_are_in_the_table() -> None:
         assert set(re.findall(r"\bFLASHINFER_[A-Z_]*[A-Z]\b", page(name))) <= listed, name
 
 
-def test_architectures_are_those_of_the_build_matrix() -> None:
-    """Each with its capability, the compilers' major versions, and whether it has run."""
-    table = {cells[0]: cells for cells in rows("install.md") if cells[0].startswith("sm_")}
-    assert list(table) == list(ARCHITECTURES)
-    for name, (_, capability, _, drivers, status) in table.items():
-        architecture = ARCHITECTURES[name]
-        assert capability == "{}.{}".format(*architecture.capability)
-        assert tuple(map(int, re.findall(r"CUDA (\d+)", drivers))) == architecture.cuda
-        assert status == (f"run on {architecture.tested_on}" if architecture.tested_on else "compiled, not run")
-
-
 def test_error_messages_are_those_of_the_code() -> None:
     """Every part of a message between what it fills in stands in the sources like that."""
     text = sources("flashinfer_msa")
-    # These are put together at run time.
-    record = {"row_kind": "legacy", "rank": 0, "slot": 1, "peer": 1, "head": 0, "row": 5, "polls": 9}
-    text += "".join(str(Fault(wait=wait, **record)) for wait in ("publish", "merge"))
+    # Faults are put together from parts.
+    numbers = {"rank": 0, "slot": 1, "peer": 1, "head": 0, "row": 5, "polls": 9}
+    text += "".join(str(Fault(wait, "legacy", **numbers)) for wait in ("publish", "merge"))
     messages = [cells[0].strip("`") for cells in rows("errors.md") if cells[0].startswith("`")]
     assert len(messages) > 30
     for message in messages:

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from flashinfer_msa.comm import local_comm
 from flashinfer_msa.layout import BLOCK_TOKENS, LAYOUTS, NUM_HEADS, NUM_SLOT_SETS, TOP_K
-from flashinfer_msa.testing.problems import group_plans
+from flashinfer_msa.testing.problems import group_indexers
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "soak.py"
 TOKENS = 2
@@ -33,7 +33,7 @@ def soak_script(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 def ranks_of(script: ModuleType, world_size: int, tagged: bool) -> list[Any]:
     """Every rank's soak in this process."""
-    plans = group_plans(
+    plans = group_indexers(
         LAYOUTS[f"p128_tp{world_size}"],
         ["cpu"],
         init_blocks=0,

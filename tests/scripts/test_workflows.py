@@ -66,10 +66,12 @@ def lint() -> Callable[..., list[str]]:
     return run
 
 
+@pytest.mark.network
 def test_actionlint_finds_nothing(lint: Callable[..., list[str]]) -> None:
     assert lint(*WORKFLOWS) == []
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
@@ -91,7 +93,7 @@ def test_actionlint_finds_mistakes(
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_is_modest(path: Path) -> None:
-    """It may read alone, is bounded in time, replaces its own earlier run, and takes actions by their major version."""
+    """It may only read, has a time limit, cancels an earlier run of its own, and pins actions by their commits."""
     workflow = read(path.name)
     assert workflow["permissions"] == {"contents": "read"}
     assert "github.ref" in workflow["concurrency"]["group"]
@@ -99,7 +101,15 @@ def test_workflow_is_modest(path: Path) -> None:
         assert 0 < job["timeout-minutes"] <= 180
         assert job.get("permissions") == ({"id-token": "write"} if name == "publish" else None)
         for step in job["steps"]:
-            assert "uses" not in step or re.search(r"@(release/)?v\d+$", step["uses"])
+            assert "uses" not in step or re.search(r"@[0-9a-f]{40}$", step["uses"])
+
+
+def test_pinned_actions_name_their_versions() -> None:
+    """All workflows use the same commit of an action, and a comment says which version that is."""
+    text = "\n".join(each.read_text() for each in WORKFLOWS)
+    pins = re.findall(r"uses: ([\w/-]+)@(\S+)(?: # (v\d+\.\d+\.\d+))?$", text, re.MULTILINE)
+    assert len(pins) == text.count("uses: ") and all(version for _, _, version in pins)
+    assert len({name for name, _, _ in pins}) == len(set(pins))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

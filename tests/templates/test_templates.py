@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from fragment_checks import copy_marked, find_problems
 
 from flashinfer_msa.aot import matrix, nvrtc, toolkit
 from flashinfer_msa.aot.build import BuildResult
 from flashinfer_msa.aot.matrix import ARCHITECTURES, Unit
-from flashinfer_msa.aot.render import render, tree_digest
+from flashinfer_msa.aot.render import TEMPLATES, render, tree_digest
 from flashinfer_msa.layout import LAYOUTS
 
 UNITS = matrix.units()
+KINDS = list({(unit.template, unit.architecture.name): unit for unit in UNITS}.values())
+"""A unit of every kernel source and architecture."""
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: f"{unit.architecture.name}-{unit.name}")
@@ -55,6 +58,49 @@ def test_tree_digest_is_of_the_sources_alone() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == tree_digest("sm_90a") != tree_digest("sm_89")
+
+
+def test_fragments_state_what_they_need(tmp_path: Path) -> None:
+    """No kernel source depends silently on the order of its includes."""
+    assert find_problems(KINDS, copy_marked(TEMPLATES, tmp_path / "templates")) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "problems"),
+    [
+        (
+            "decode_score.cu.j2",
+            {'"rank_keys.cuh"': '"swap"', '"sort_keys.cuh"': '"rank_keys.cuh"', '"swap"': '"sort_keys.cuh"'},
+            {"decode_score.cu.j2 must include rank_keys.cuh before sort_keys.cuh"},
+        ),
+        (
+            "prefill_score_wgmma.cu.j2",
+            {'{% include "ptx/mbarrier.cuh.j2" %}\n': "", '"ptx/wgmma.cuh.j2" %}\n': '"ptx/mbarrier.cuh.j2" %}\n'},
+            {"prefill_score_wgmma.cu.j2 must include ptx/mbarrier.cuh.j2 before ptx/copy_tensor.cuh"},
+        ),
+        (
+            "sort_keys.cuh",
+            {", rank_keys.cuh.": "."},
+            {"sort_keys.cuh must state that it needs rank_keys.cuh, for Key"},
+        ),
+        (
+            "rank_keys.cuh",
+            {"// Needs: constants.h.j2.": "// Needs: constants.h.j2, params.h."},
+            {"rank_keys.cuh states that it needs params.h and uses nothing of it"},
+        ),
+    ],
+    ids=["swapped", "late", "unstated", "unneeded"],
+)
+def test_a_wrong_order_or_statement_is_found(
+    name: str, edits: dict[str, str], problems: set[str], tmp_path: Path
+) -> None:
+    marked = copy_marked(TEMPLATES, tmp_path / "templates")
+    path = marked / name
+    for old, new in edits.items():
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    assert find_problems(KINDS, marked) == problems
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

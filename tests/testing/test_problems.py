@@ -23,7 +23,7 @@ from flashinfer_msa.testing.problems import (
     brute_force_top16,
     compare,
     exchange,
-    group_plans,
+    group_indexers,
     random_e4m3,
     share_cache,
 )
@@ -319,7 +319,7 @@ def test_problems_that_share_a_cache_ask_the_same(layout: Layout) -> None:
 def test_an_exchange_brings_every_rank_its_heads(layout: Layout) -> None:
     limits = {"max_decode_tokens": 1, "max_decode_query_len": 1, "max_num_batched_tokens": 8, "max_num_seqs": 1}
     more = {"init_blocks": 0, "local_blocks": 1, "max_model_len": 128, "num_sparse_layers": 1, "backend": "torch"}
-    plans = group_plans(layout, ["cpu"], **limits, **more)
+    plans = group_indexers(layout, ["cpu"], **limits, **more)
     tokens, world = 3, layout.world_size
     carriers = [
         torch.tensor([[[source, head, t] + [0] * 30 for t in range(tokens)] for head in range(4)], dtype=torch.int32)

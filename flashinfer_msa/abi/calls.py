@@ -197,6 +197,26 @@ class PrefillPlan(NamedTuple):
         """What the launcher takes: the fields, then the multiprocessors of their device."""
         return (*self, _multiprocessors_of(self.packed_work_range))
 
+    def plan(self) -> MSAIcpScorePlan:
+        """The plan that a checked call makes."""
+        from ..prefill.window import MSAIcpScorePlan
+
+        return MSAIcpScorePlan(
+            qo_segment_lens=self.qo_segment_lens,
+            kv_segment_lens=self.kv_segment_lens,
+            qo_segment_offsets=self.qo_segment_offsets,
+            kv_segment_offsets=self.kv_segment_offsets,
+            qo_offset=self.qo_offset,
+            packed_work_range=self.packed_work_range,
+            packed_work_info=self.packed_work_info,
+            workspace=self.workspace,
+            total_q=self.total_q,
+            num_qo_heads=self.num_qo_heads,
+            batch=len(self.qo_segment_lens),
+            max_query_len=self.max_query_len,
+            columns=ceil_div(self.max_seq_len, BLOCK_TOKENS),
+        )
+
 
 class PlanArguments(NamedTuple):
     """A prefill plan as the launcher takes it, with the multiprocessors of its device."""
