@@ -293,7 +293,8 @@ def _require_equal(prepared: dict[str, Any], now: dict[str, Any]) -> None:
     for name, fingerprint in prepared.items():
         if now[name] != fingerprint:
             raise RuntimeError(
-                f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, {_describe(now[name])} now. "
+                f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, "
+                f"{_describe(now[name])} now. "
                 "Prepare a step anew when its tensors change"
             )
 
