@@ -27,7 +27,7 @@ from ..manifest import FILE as MANIFEST
 from ..version import __version__
 from . import launcher, matrix, nvrtc, ptxas, toolkit
 from .matrix import Architecture, Unit
-from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_constants, source_digest
+from .render import PACKAGE, TEMPLATES, launcher_digest, launcher_sources, render, render_headers, source_digest
 from .toolkit import BuildError, Toolkit
 
 _log = logging.getLogger("flashinfer_msa")
@@ -158,8 +158,10 @@ def _compile(
     for target in targets:
         for unit in target.units:
             _write(work_dir / f"{_source(unit)}.cu", render(unit, templates).encode())
-    _write(work_dir / launcher.GENERATED / "constants.h", render_constants(templates).encode())
-    environment = _write_ninja(work_dir, targets, compiler, templates)
+    headers = {launcher.GENERATED / name: text for name, text in render_headers(templates).items()}
+    for path, text in headers.items():
+        _write(work_dir / path, text.encode())
+    environment = _write_ninja(work_dir, targets, compiler, templates, list(headers))
     return _run_ninja(work_dir, lock, environment, jobs, progress or (lambda line: None))
 
 
@@ -218,7 +220,7 @@ def _locked(work_dir: Path) -> Iterator[int]:
 
 
 def _write_ninja(
-    work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path
+    work_dir: Path, targets: list[Target], compiler: launcher.Compiler | None, templates: Path, headers: list[Path]
 ) -> dict[str, str]:
     """Write ``build.ninja``. Return the environment variables that it needs.
 
@@ -254,13 +256,13 @@ def _write_ninja(
                     variables={"compiler": variable, "flags": list(flags), "log": log},
                 )
         if compiler:
-            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, templates))
+            environment["BUILD_LAUNCHER"] = shlex.join(launcher.command(compiler, launcher.FILE, work_dir))
             _write(work_dir / "launcher.txt", launcher.identity(compiler).encode())
             # Ninja does not see a changed command line, which is in the environment. launcher.py makes it, so the
             # launcher depends on that file instead.
             sources = [*launcher_sources(templates), Path(launcher.__file__).resolve()]
             implicit = [ninja.ninja_syntax.escape_path(str(path)) for path in sources]
-            implicit += ["launcher.txt", f"{launcher.GENERATED}/constants.h"]
+            implicit += ["launcher.txt", *map(str, headers)]
             writer.build(launcher.FILE, "launcher", implicit=implicit)
     return environment
 

@@ -14,15 +14,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .render import NATIVE, PACKAGE, TEMPLATES
+from .render import NATIVE, PACKAGE
 from .toolkit import BuildError, dotted
 
 FILE = "libflashinfer_msa.so"
 GLIBC = (2, 28)
 """The oldest glibc that loads a launcher that zig compiled."""
 
-GENERATED = "include"
-"""Folder of rendered headers, relative to the work folder, where the compiler runs."""
+GENERATED = Path("include")
+"""Folder of rendered headers, below the work folder."""
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 """Names of machines, by their number in an ELF header."""
 
@@ -91,15 +91,15 @@ def machine() -> str:
     return _MACHINES[number]
 
 
-def command(compiler: Compiler, output: str, templates: Path = TEMPLATES) -> list[str]:
-    """Return the command line that compiles the launcher to ``output``."""
+def command(compiler: Compiler, output: str, work_dir: Path) -> list[str]:
+    """Return the command line that builds the launcher into ``output`` with the rendered headers in ``work_dir``."""
     return [
         *compiler.command,
         *_FLAGS,
         f"-ffile-prefix-map={PACKAGE}=.",
         f"-I{_tvm_ffi() / 'include'}",
-        f"-I{templates}",
-        f"-I{GENERATED}",
+        f"-I{NATIVE}",
+        f"-I{work_dir.resolve() / GENERATED}",  # zig finds what it has compiled by this line, whatever the folder
         *map(str, sorted(NATIVE.glob("*.cc"))),
         f"-L{_library().resolve().parent}",
         "-ltvm_ffi",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import layout as layouts
+from ..abi import schema
 from ..layout import LAYOUTS, Layout
 from .tuning import DECODE_SCORE, PREFILL_SCORE, SELECT, PrefillScoreForm, SelectTuning
 
@@ -85,8 +86,14 @@ class Unit:
         return f"{self.job}_{self.layout.name}" if self.layout else self.job
 
 
-CONSTANTS = {name: value for name, value in vars(layouts).items() if name.isupper() and isinstance(value, int)}
-"""The integers of ``layout``, by name. The constants header is rendered from them."""
+SHARED = {
+    **schema.CONSTANTS,
+    "FAULT_FIELDS": schema.FAULT_FIELDS,
+    "FAULT_WORDS": schema.FAULT_WORDS,
+    "FAULT_WAITS": schema.FAULT_WAITS,
+    "ROW_KINDS": schema.ROW_KINDS,
+}
+"""What every source and header is rendered from."""
 
 
 GROUP_COLUMNS = 32
@@ -100,7 +107,7 @@ FOLD_THREADS = 256
 
 def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
     tuning = DECODE_SCORE[arch.name, layout.name]
-    query_tiles = tuple(range(1, layouts.MAX_QUERY_LEN * layouts.NUM_HEADS // 8 + 1))
+    query_tiles = tuple(range(1, layouts.MAX_QUERY_TILES + 1))
     chunk_bytes = tuning.chunk_rows * layouts.HEAD_DIM * layout.element.bytes
 
     def shared_bytes(tiles: int, warps: int, stages: int) -> int:
@@ -125,7 +132,7 @@ def _decode_unit(arch: Architecture, layout: Layout) -> Unit:
             for n, warps, size in zip(query_tiles, all_warps, sizes, strict=True)
         ),
         context={
-            **CONSTANTS,
+            **SHARED,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "arch": arch,
             "layout": layout,
@@ -181,7 +188,7 @@ def _prefill_unit(arch: Architecture, layout: Layout) -> Unit:
         template=f"prefill_score_{'wgmma' if arch.wgmma else 'mma'}.cu.j2",
         kernels=tuple(kernels),
         context={
-            **CONSTANTS,
+            **SHARED,
             "GROUP_COLUMNS": GROUP_COLUMNS,
             "KEY_TILE_ROWS": KEY_TILE_ROWS,
             "LIST_COLUMNS": list_columns,
@@ -209,11 +216,11 @@ def _common_unit(arch: Architecture) -> Unit:
         template="common.cu.j2",
         kernels=(
             *(
-                Kernel(f"select_publish_{form}_{width}", f"msa_icp_select_publish_{form}_{width}", threads)
+                Kernel(f"select_publish_{rows}_{width}", f"msa_icp_select_publish_{rows}_{width}", threads)
                 for width, threads in (("narrow", tuning.narrow), ("wide", tuning.wide))
-                for form in ("legacy", "tagged")
+                for rows in schema.ROW_KINDS
             ),
-            *(Kernel(f"fold_publish_{form}", f"msa_icp_fold_publish_{form}", 256) for form in ("legacy", "tagged")),
+            *(Kernel(f"fold_publish_{rows}", f"msa_icp_fold_publish_{rows}", 256) for rows in schema.ROW_KINDS),
             *(
                 Kernel(f"merge_{source}_{world}", f"msa_icp_merge_{source}_{world}", threads)
                 for world in layouts.WORLD_SIZES
@@ -226,7 +233,7 @@ def _common_unit(arch: Architecture) -> Unit:
             Kernel("select_prefill_wide", "msa_icp_select_prefill_wide", tuning.prefill_wide),
         ),
         context={
-            **CONSTANTS,
+            **SHARED,
             "arch": arch,
             "world_sizes": layouts.WORLD_SIZES,
             "merge_threads": {world: _merge_threads(tuning, world) for world in layouts.WORLD_SIZES},

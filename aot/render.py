@@ -10,7 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .. import layout
-from .matrix import CONSTANTS, Unit, units
+from . import headers
+from .matrix import SHARED, Unit, units
 from .toolkit import compile_flags
 
 PACKAGE = Path(layout.__file__).resolve().parent
@@ -36,9 +37,14 @@ def render(unit: Unit, templates: Path = TEMPLATES) -> str:
     return _environment(templates).get_template(unit.template).render(unit.context)
 
 
-def render_constants(templates: Path = TEMPLATES) -> str:
-    """Return the header of constants for the launcher. Every unit starts with the same text."""
-    return _environment(templates).get_template("constants.h.j2").render(CONSTANTS)
+def render_headers(templates: Path = TEMPLATES) -> dict[str, str]:
+    """Return the launcher's rendered headers by name: those that kernels start with, and those of its own."""
+    context = {**SHARED, **headers.context()}
+    paths = (templates / "constants.h.j2", templates / "params.h", *sorted(NATIVE.glob("*.h.j2")))
+    return {
+        path.name.removesuffix(".j2"): _environment(path.parent).get_template(path.name).render(context)
+        for path in paths
+    }
 
 
 def source_digest(unit: Unit, templates: Path = TEMPLATES) -> str:
@@ -54,10 +60,12 @@ def launcher_sources(templates: Path = TEMPLATES) -> list[Path]:
 
 
 def launcher_digest(templates: Path = TEMPLATES) -> str:
-    """Return the SHA-256 of the native launcher's sources and their names."""
-    digest = hashlib.sha256(render_constants(templates).encode())
-    for path in launcher_sources(templates):
-        digest.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    """Return the SHA-256 of the native launcher's sources, names included."""
+    sources = {path.name: path.read_bytes() for path in launcher_sources(templates)}
+    sources |= {name: text.encode() for name, text in render_headers(templates).items()}
+    digest = hashlib.sha256()
+    for name, content in sources.items():
+        digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())
     return digest.hexdigest()
 
 

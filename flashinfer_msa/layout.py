@@ -29,6 +29,10 @@ TAGGED_WORDS = 32
 """int64 words of a tagged receive row."""
 MAX_QUERY_LEN = 8
 """Query tokens per request that one decode launch takes."""
+QUERY_TILE_ROWS = 8
+"""Query rows, one per token and head, that the decode scorer multiplies together."""
+MAX_QUERY_TILES = MAX_QUERY_LEN * NUM_HEADS // QUERY_TILE_ROWS
+"""Query tiles of a request at most; the decode scorer has a kernel for each number of them."""
 ITEM_TOKENS = 64
 """Query tokens of one segment that a prefill work item scores together."""
 UNIT_BLOCKS = 4
@@ -41,6 +45,16 @@ MAX_ITEMS = 65535
 """Work items a prefill window may have."""
 MAX_ITEM_BLOCKS = 65535
 """Block columns a work item may have."""
+POOL_LISTS = 128
+"""Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The last counts the others."""
+POOL_ENTRY_BYTES = 8
+"""Bytes of one key in a list of a pool."""
+POOL_ROW_BYTES = POOL_LISTS * TOP_K * POOL_ENTRY_BYTES
+"""Bytes of a row in the fused decode chain's pool."""
+ITEM_LIST_BYTES = ITEM_TOKENS * NUM_HEADS * TOP_K * POOL_ENTRY_BYTES
+"""Bytes of one work item's lists in the fused prefill chain's pool."""
+PLAN_WORKSPACE_BYTES = 32 << 20
+"""Scratch of the prefill planner."""
 MAX_FORCED_BLOCKS = TOP_K
 """Forced blocks of a selection, first and last together."""
 

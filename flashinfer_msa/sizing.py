@@ -4,29 +4,28 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .layout import (
     BLOCK_TOKENS,
+    ITEM_LIST_BYTES,
     ITEM_TOKENS,
     MAX_BLOCKS,
     NUM_HEADS,
     NUM_SLOT_SETS,
     PAGE_SIZES,
+    PLAN_WORKSPACE_BYTES,
+    POOL_ROW_BYTES,
     ROW_WORDS,
     TAGGED_WORDS,
-    TOP_K,
     WORLD_SIZES,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_WINDOW_TOKENS = 8192
 """Query tokens of a prefill window at most."""
-_WORKSPACE_BYTES = 32 << 20
-_LIST_SPLITS = 128
-_ENTRY_BYTES = 8
-_ITEM_LIST_BYTES = 32 << 10
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -68,6 +67,8 @@ def _require_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> int:
 
 def require_device(device: Any) -> torch.device:
     """A device as torch understands it."""
+    import torch
+
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -76,6 +77,8 @@ def require_device(device: Any) -> torch.device:
 
 def multiprocessor_count(device: torch.device | str | int | None) -> int:
     """Streaming multiprocessors of a CUDA device; a CPU counts as one."""
+    import torch
+
     resolved = require_device("cuda" if device is None else device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be usable, was {resolved}: torch finds no CUDA device")
@@ -111,7 +114,7 @@ def msa_icp_index_score_plan_storage(
     return {
         "work_range_numel": multiprocessor_count(device),
         "work_info_numel": (ceil_div(total_q, BLOCK_TOKENS) + batch - 1) * num_qo_heads,
-        "workspace_bytes": _WORKSPACE_BYTES,
+        "workspace_bytes": PLAN_WORKSPACE_BYTES,
     }
 
 
@@ -140,7 +143,7 @@ def msa_icp_decode_pool_bytes(*, max_decode_tokens: int, num_heads: int = NUM_HE
     """Bytes of the fused decode chain's pool: 128 lists of 16 8-byte entries for each of ``tokens * heads`` rows."""
     require_int("max_decode_tokens", max_decode_tokens, 1)
     require_int("num_heads", num_heads, 1)
-    return max_decode_tokens * num_heads * _LIST_SPLITS * TOP_K * _ENTRY_BYTES
+    return max_decode_tokens * num_heads * POOL_ROW_BYTES
 
 
 def msa_icp_prefill_pool_bytes(
@@ -155,7 +158,7 @@ def msa_icp_prefill_pool_bytes(
     require_int("total_q", total_q, 1)
     require_int("batch", batch, 1)
     require_int("num_heads", num_heads, NUM_HEADS, NUM_HEADS)
-    return (ceil_div(total_q, ITEM_TOKENS) + batch - 1 + multiprocessor_count(device) - 1) * _ITEM_LIST_BYTES
+    return (ceil_div(total_q, ITEM_TOKENS) + batch - 1 + multiprocessor_count(device) - 1) * ITEM_LIST_BYTES
 
 
 def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:

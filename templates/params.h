@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel parameters and the fault record: the one definition that kernels and launcher share.
+// Kernel parameters: the one definition that kernels and launcher share.
 // No header is included, so that NVRTC compiles it too. No kernel source has an anonymous namespace: the compiler would
 // mangle its names with the source's path, where a cubin should be the same wherever it is built.
 #ifndef FLASHINFER_MSA_PARAMS_H_
@@ -13,27 +13,16 @@ inline constexpr int kDecodeBatchTile = 1024;
 // Score columns up to which the publisher for narrow rows serves.
 inline constexpr int kNarrowColumns = 1024;
 
-// Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The place of the last one holds
-// how many there are.
-inline constexpr int kPoolLists = 128;
+enum class Wait : int { kPublish = {{ FAULT_WAITS.publish }}, kMerge = {{ FAULT_WAITS.merge }} };
+enum class RowKind : int { kLegacy = {{ ROW_KINDS.legacy }}, kTagged = {{ ROW_KINDS.tagged }} };
 
-enum class Wait : int { kPublish = 1, kMerge = 2 };
-enum class RowForm : int { kLegacy = 0, kTagged = 1 };
-
-// Written by the first wait of a device that gives up, into mapped host memory, before it traps. `complete` is stored
-// last. `rank` and `slot` are -1 where the call does not know them.
+// The first wait of a device that gives up writes this into mapped host memory before it traps, `complete` last.
+// `rank` and `slot` are -1 where the call does not know them. flashinfer_msa/abi/schema.py has the fields.
 struct FaultRecord {
-  int complete;
-  int wait;
-  int form;
-  int rank;
-  int slot;
-  int peer;
-  int head;
-  int row;
-  int polls;
-  int milliseconds;
-  int reserved[6];
+{% for field in FAULT_FIELDS %}
+  int {{ field }};
+{% endfor %}
+  int padding[{{ FAULT_WORDS - FAULT_FIELDS | length }}];
 };
 
 // Parameters have no undefined bytes, between their fields or after them, so that the launcher can compare them whole.
@@ -54,7 +43,7 @@ struct DecodeScoreParams {
   int batch;
   int query_len;
   int rank;
-  int unused;
+  int padding;
   // Of the fused chain, which keeps lists in place of scores.
   int force_begin_blocks;
   int force_end_blocks;
@@ -176,7 +165,7 @@ struct PrefillScoreParams {
   int tokens;
   int rank;
   int aligned_scores;  // whether 4 scores from a multiple of 4 columns on are 16 aligned bytes in every row
-  int unused[9];
+  int padding[9];
 };
 
 // CTAs of an item in the fused prefill chain's fold, and tokens of each CTA after those, which look for tokens of no
@@ -206,7 +195,7 @@ struct PrefillFoldParams {
   int index_offset;
   int force_begin_blocks;
   int force_end_blocks;
-  int unused;
+  int padding;
 };
 
 struct PrefillFillParams {

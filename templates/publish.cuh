@@ -1,8 +1,8 @@
 // Publishes a selected row into the receive row of the head's owner. The first warp of a CTA does it.
-// Needs: params.h, constants.h.j2, fault.cuh, score_row.cuh, ptx/system_scope.cuh.
+// Needs: params.h, constants.h.j2, polls.cuh, fault.cuh, score_row.cuh, ptx/system_scope.cuh.
 inline namespace kernels {
 
-template <msa_icp::RowForm kForm>
+template <msa_icp::RowKind kRowKind>
 struct Publication {
   const msa_icp::PublishParams& p;
   int token, owner, owned;  // the head is number `owned` of the owner's heads
@@ -21,7 +21,7 @@ struct Publication {
         row(((static_cast<long long>(p.slot) * p.world_size + p.rank) * p.heads_per_rank + owned) * p.capacity + token),
         counter(nullptr),
         generation(0) {
-    if (kForm == msa_icp::RowForm::kTagged) {
+    if (kRowKind == msa_icp::RowKind::kTagged) {
       counter = p.generations + (static_cast<long long>(p.slot) * kHeads + head) * p.capacity + token;
       generation = static_cast<unsigned>(*counter) + 1;
     }
@@ -29,7 +29,7 @@ struct Publication {
 
   // The CTA must pass a barrier between the constructor and this.
   __device__ __forceinline__ void store(const Selected& selected, int lane) const {
-    if (kForm == msa_icp::RowForm::kTagged) {
+    if (kRowKind == msa_icp::RowKind::kTagged) {
       // A word carries its generation, so each validates itself: no order among the stores, and none with others, is
       // needed. Relaxed system-scope 64-bit stores are enough, as they cannot tear.
       unsigned long long* to = reinterpret_cast<unsigned long long*>(base) + row * kTaggedWords;
@@ -46,7 +46,7 @@ struct Publication {
         // Acquire: pairs with the owner's release of 0, which follows all of its reads of the old row.
         for (Polls polls; ptx::load_acquire(flag) != 0;) {
           if (polls.exhausts(p)) {
-            fail_wait(p.fault, p.errors, msa_icp::Wait::kPublish, kForm, p.rank, p.slot, owner, owned, token, polls);
+            fail_wait(p.fault, p.errors, msa_icp::Wait::kPublish, kRowKind, p.rank, p.slot, owner, owned, token, polls);
           }
         }
       }

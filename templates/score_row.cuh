@@ -47,7 +47,7 @@ __device__ __forceinline__ void row_sync() {
 }
 
 // Finds the largest key below the previous one, 16 times; right for any scores. It is rare, so it reads the row again
-// rather than held in registers. Places without a candidate hold kNoCandidate.
+// and does not hold it in registers. Positions without a candidate hold kNoCandidate.
 template <int kWarps, typename Shared>
 __device__ __forceinline__ void select_one_by_one(const ScoreRow& row, Shared& shared, int warp, int lane) {
   Key previous = ~static_cast<Key>(0);

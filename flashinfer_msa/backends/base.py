@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from ..manifest import load_manifest
-from ..runtime import loader, native
-from ..sizing import require_device
-from .base import Chain
-from .calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -26,7 +22,11 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
-from .chains import KeptLaunches
+from ..manifest import load_manifest
+from ..runtime import loader, native
+from ..sizing import require_device
+from .base import Chain
+from .chains import RecordedChain
 from .storage import CheckedStorage, StorageTable
 
 
@@ -130,20 +130,20 @@ class CakeBackend:
         def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
             return call._replace(index_q=query, index_k=keys).arguments(storage.state)
 
-        return KeptLaunches("decode", arguments, call.num_valid_pages, call.num_valid_pages.numel())
+        return RecordedChain("decode", arguments, call.num_valid_pages, call.num_valid_pages.numel())
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
-        """Keep the launches of the indexer's scorer and selection."""
+        """Record the launches of the indexer's scorer and selection."""
         _require_resolved("score_scratch", call.score_scratch)
 
         def arguments(query: Any, keys: Any) -> tuple[Any, ...]:
             return call.of_step(query, keys, first_token).arguments()
 
-        return KeptLaunches("prefill_local", arguments, call.num_valid_pages, tokens, first_token)
+        return RecordedChain("prefill_local", arguments, call.num_valid_pages, tokens, first_token)
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
-        """Keep the launch of the indexer's merge."""
-        return KeptLaunches("prefill_merge", lambda query, keys: call, call.num_valid_pages)
+        """Record the launch of the indexer's merge."""
+        return RecordedChain("prefill_merge", lambda query, keys: call, call.num_valid_pages)
 
 
 def _launch_decode(storage: CheckedStorage, call: Decode) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains with everything bound but their query and keys, as each backend keeps them."""
+"""Chains with everything bound but their query and keys, as each backend has them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PREFILL_LAUNCHES = ("scorer", "selection")
 """Of a prefill window's local part."""
 
 
-class KeptLaunches:
-    """Launches that the launcher has checked and keeps; see ``native/recording.h``."""
+class RecordedChain:
+    """Launches that the launcher has checked and recorded; see ``native/launch_record.h``."""
 
     def __init__(
         self,
@@ -33,38 +33,38 @@ class KeptLaunches:
         """``arguments(query, keys)`` are the operation's; the query that a runner takes has ``tokens``."""
         self._operation, self._arguments = operation, arguments
         self._num_valid_pages = num_valid_pages
-        self._place = (tokens, first_token)
-        self._words = self._make_words()
-        self._address = self._words.data_ptr()
+        self._query_tokens = (tokens, first_token)
+        self._record = self._new_record()
+        self._address = self._record.data_ptr()
 
     @staticmethod
-    def _make_words() -> torch.Tensor:
-        return torch.zeros(native.operation("recording_words")(), dtype=torch.int64, device="cpu")
+    def _new_record() -> torch.Tensor:
+        return torch.zeros(native.operation("launch_record_words")(), dtype=torch.int64, device="cpu")
 
-    def _keep(self, words: torch.Tensor, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
-        native.call(self._operation, words, *self._arguments(index_q, index_k))
-        native.call("place", words, *self._place)
+    def _record_into(self, record: torch.Tensor, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
+        native.call(self._operation, record, *self._arguments(index_q, index_k))
+        native.call("set_query_tokens", record, *self._query_tokens)
 
     def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
-        """Check everything and keep it."""
-        words = self._make_words()  # what is refused leaves what was kept before as it is
-        self._keep(words, index_q, index_k)
-        self._words.copy_(words)
+        """Check everything and record it."""
+        record = self._new_record()  # arguments that are refused leave the record as it was
+        self._record_into(record, index_q, index_k)
+        self._record.copy_(record)
 
     def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        """What launches the kept launches ``first`` to ``end`` with a query and keys."""
+        """What launches the recorded launches ``first`` to ``end`` with a query and keys."""
         return functools.partial(native.operation("replay"), self._address, first, end)
 
     def run_bound(self, first: int, end: int) -> None:
-        """Launch what is kept and reads neither."""
+        """Launch recorded launches that read neither query nor keys."""
         native.call("replay_bound", self._address, first, end, self._num_valid_pages)
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
         """The first launch that the full path would make otherwise, or -1."""
-        native.call("replay", self._address, 0, 0, index_q, index_k)  # binds them
-        fresh = self._make_words()
-        self._keep(fresh, index_q, index_k)
-        return int(native.call("first_difference", self._words, fresh))
+        native.call("bind", self._address, index_q, index_k)
+        fresh = self._new_record()
+        self._record_into(fresh, index_q, index_k)
+        return int(native.call("first_difference", self._record, fresh))
 
 
 class CheckedCalls:
@@ -73,19 +73,19 @@ class CheckedCalls:
     def __init__(self, run: Callable[[torch.Tensor | None, torch.Tensor | None, int, int], None], tokens: int) -> None:
         """``run(query, keys, first, end)`` checks and computes launches ``first`` to ``end``."""
         self._run, self._tokens = run, tokens
-        self._form: tuple[Any, ...] | None = None
+        self._keys_layout: tuple[Any, ...] | None = None
 
     def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
         """Check everything and remember what the keys are like."""
         self._run(index_q, index_k, 0, 0)
-        self._form = None if index_k is None else _form_of(index_k)
+        self._keys_layout = None if index_k is None else _layout_of(index_k)
 
     def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
         """What runs that part of the full path with a query and keys."""
 
         def run(index_q: torch.Tensor, index_k: torch.Tensor) -> None:
-            if self._form is not None:
-                _require_form(index_q, index_k, self._tokens, self._form)
+            if self._keys_layout is not None:
+                _require_layout(index_q, index_k, self._tokens, self._keys_layout)
             self._run(index_q, index_k, first, end)
 
         return run
@@ -99,19 +99,19 @@ class CheckedCalls:
         return -1
 
 
-def _form_of(keys: torch.Tensor) -> tuple[Any, ...]:
+def _layout_of(keys: torch.Tensor) -> tuple[Any, ...]:
     return tuple(keys.shape), keys.stride()
 
 
-def _require_form(query: Any, keys: Any, tokens: int, form: tuple[Any, ...]) -> None:
+def _require_layout(query: Any, keys: Any, tokens: int, layout: tuple[Any, ...]) -> None:
     """Refuse tensors that are not like the recorded ones; what is common to all calls is checked by the call."""
     if isinstance(query, torch.Tensor) and query.dim() == 3 and query.shape[0] != tokens:
         raise ValueError(
             f"index_q must have shape [tokens of the step, heads, head dim] = [{tokens}, 4, 128], "
             f"was {list(query.shape)}"
         )
-    if isinstance(keys, torch.Tensor) and keys.layout is torch.strided and _form_of(keys) != form:
+    if isinstance(keys, torch.Tensor) and keys.layout is torch.strided and _layout_of(keys) != layout:
         raise ValueError(
-            f"index_k must have shape {list(form[0])} and strides {list(form[1])} like the step's, "
+            f"index_k must have shape {list(layout[0])} and strides {list(layout[1])} like the step's, "
             f"had shape {list(keys.shape)} and strides {list(keys.stride())}"
         )

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..prefill.window import MSAIcpScorePlan
-from .calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -34,6 +33,7 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
+from ..prefill.window import MSAIcpScorePlan
 from .handles import find_object
 from .registry import find_eager_backend
 from .storage import ReceiveStorage, StorageTable

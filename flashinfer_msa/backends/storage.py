@@ -7,26 +7,14 @@ import contextlib
 import numbers
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..abi.calls import ChainState, Decode, ReceiveStorage
 from ..limits import Limits
-from .calls import ChainState, Decode
 from .handles import UNKNOWN, find_object, order_of, register_object
-
-
-class ReceiveStorage(NamedTuple):
-    """The fields that any receive storage has; see :class:`flashinfer_msa.comm.MSAIcpComm`."""
-
-    recv: torch.Tensor
-    tagged_recv: torch.Tensor
-    recv_bases: torch.Tensor
-    tagged_recv_bases: torch.Tensor
-    publish_generations: torch.Tensor
-    expected_generations: torch.Tensor
-    errors: torch.Tensor
 
 
 def require_receive_storage(comm: Any, layout: dict[str, Any], world_size: int, device: torch.device) -> ReceiveStorage:

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
-from ..prefill.planner import plan_work
-from ..prefill.window import MSAIcpScorePlan
-from ..runtime import native, shared
-from ..sizing import ceil_div, max_items, require_device
-from . import reference
-from .base import Chain
-from .calls import (
+from ..abi.calls import (
     Decode,
     DecodeScore,
     Merge,
@@ -28,6 +21,13 @@ from .calls import (
     SelectPrefill,
     SelectPublish,
 )
+from ..layout import BLOCK_TOKENS, MAX_BLOCKS, NUM_HEADS, Layout, find_layout
+from ..prefill.planner import plan_work
+from ..prefill.window import MSAIcpScorePlan
+from ..runtime import native, shared
+from ..sizing import ceil_div, max_items, require_device
+from . import reference
+from .base import Chain
 from .chains import DECODE_LAUNCHES, CheckedCalls
 from .storage import CheckedStorage, StorageTable
 

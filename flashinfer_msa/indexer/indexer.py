@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..abi.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
 from ..backends import find_backend, find_eager_backend
 from ..backends.base import Chain
-from ..backends.calls import Decode, PrefillLocal, PrefillMerge, PrefillPlan
 from ..backends.storage import StorageTable
 from ..layout import MAX_SCORE_COLUMNS, NUM_HEADS, ROW_WORDS
 from ..limits import check_limits

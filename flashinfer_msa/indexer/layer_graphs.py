@@ -304,7 +304,7 @@ class MSAIcpGraphStep(NotCopied):
         self._stats["eager_layers"] += 1
 
     def _record_prefill(self, index_q: torch.Tensor, index_k: Any) -> None:
-        """Refuse what the prefill step must before the decode step is launched, once for keys of one shape, strides and dtype."""
+        """Refuse what the prefill step must before the decode step is launched, once for keys that are alike."""
         like = (index_k.shape, index_k.stride(), index_k.dtype) if isinstance(index_k, torch.Tensor) else None
         if like is None or like != self._recorded_keys:
             assert self._prefill is not None and self._decode is not None

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..abi.calls import Decode
 from ..backends.base import Chain
-from ..backends.calls import Decode
 from ..backends.chains import DECODE_LAUNCHES, NUM_PUBLISH_LAUNCHES, PREFILL_LAUNCHES
 from ..backends.storage import CheckedStorage, ReceiveStorage
 from ..layout import HEAD_DIM, NUM_HEADS, NUM_SLOT_SETS, ROW_WORDS
@@ -293,7 +293,8 @@ def _require_equal(prepared: dict[str, Any], now: dict[str, Any]) -> None:
     for name, fingerprint in prepared.items():
         if now[name] != fingerprint:
             raise RuntimeError(
-                f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, {_describe(now[name])} now. "
+                f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, "
+                f"{_describe(now[name])} now. "
                 "Prepare a step anew when its tensors change"
             )
 

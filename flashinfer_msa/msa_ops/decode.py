@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import find_backend
-from ..backends.calls import (
+from ..abi.calls import (
     DecodeScore,
     Merge,
     ScorePublish,
     SelectPublish,
 )
+from ..backends import find_backend
 
 
 def msa_icp_decode_index_score_sharded(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import find_backend, find_eager_backend
-from ..backends.calls import (
+from ..abi.calls import (
     PrefillPlan,
     PrefillScore,
     PrefillScoreSelect,
     SelectPrefill,
 )
+from ..backends import find_backend, find_eager_backend
 from ..layout import NUM_HEADS
 from ..prefill.accumulation import is_exact
 from ..prefill.host_plan import make_host_plan

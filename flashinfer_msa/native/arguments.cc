@@ -8,10 +8,10 @@ namespace msa_icp {
 
 bool take_launch(Call& call) {
   if (call.at_tensor()) {
-    void* words = call.host_words("recording", sizeof(Recording) / sizeof(int64_t));
-    if (words == nullptr) return false;
-    memset(words, 0, sizeof(Recording));
-    call.record_into(static_cast<Recording*>(words));
+    auto* record = call.host_struct<LaunchRecord>("record");
+    if (record == nullptr) return false;
+    memset(record, 0, sizeof(*record));
+    call.record_into(record);
     call.require_cuda();
     return true;
   }
@@ -20,32 +20,10 @@ bool take_launch(Call& call) {
   return launches;
 }
 
-int take_one_of(Call& call, const char* name, int first, int second) {
-  const int64_t value = call.integer(name, INT64_MIN, INT64_MAX);
-  if (call.ok() && value != first && value != second) {
-    call.fail("%s must be %d or %d, was %lld", name, first, second, static_cast<long long>(value));
-  }
-  return as_int(value);
-}
+void check_rank(Call& call, int64_t rank, int world_size) { call.expect_between("rank", rank, 0, world_size - 1); }
 
-void take_rank(Call& call, int* rank, int* world_size, const char* world_size_name) {
-  const int64_t value = call.integer("rank", INT64_MIN, INT64_MAX);
-  *world_size = take_one_of(call, world_size_name, 2, 4);
-  if (call.ok() && (value < 0 || value >= *world_size)) {
-    call.fail("rank must be in [0, %d], was %lld", *world_size - 1, static_cast<long long>(value));
-  }
-  *rank = as_int(value);
-}
-
-Keys take_keys(Call& call, const char* keys_name) {
-  Keys k;
-  k.keys = call.tensor(keys_name, Type::kE4M3, 3);
-  k.block_table = call.tensor("block_table", Type::kInt32, 2);
-  return k;
-}
-
-void check_keys(Call& call, const Keys& k, const LayoutInfo& layout, int64_t batch, int64_t pages) {
-  const Tensor &keys = k.keys, &table = k.block_table;
+void check_keys(Call& call, const Tensor& keys, const Tensor& table, const LayoutInfo& layout, int64_t batch,
+                int64_t pages) {
   call.expect_shape(keys, "[pages, page_size / world_size, head dim", kAny, layout.rows, kHeadDim);
   call.expect_unit_last_stride(keys);
   if (call.ok() && keys.size(0) > 0 && keys.stride(1) != kHeadDim) {
@@ -76,16 +54,6 @@ void check_pool(Call& call, const Tensor& pool, int64_t bytes, const char* why) 
   if (call.ok() && pool.size(0) % 8 != 0) {
     call.fail("%s must have a multiple of 8 bytes, had %lld", pool.name, static_cast<long long>(pool.size(0)));
   }
-}
-
-void take_forced_blocks(Call& call, Selection* s) {
-  s->force_begin_blocks = as_int(call.integer("force_begin_blocks", 0, kTopK));
-  s->force_end_blocks = as_int(call.integer("force_end_blocks", 0, kTopK));
-}
-
-void take_index_map(Call& call, Selection* s) {
-  s->index_scale = as_int(call.integer("index_scale", 1, 2));
-  s->index_offset = as_int(call.integer("index_offset", 0, 1));
 }
 
 void check_selection(Call& call, const Selection& s, int64_t tokens) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments that several operations share: taking them in order, checking them, and turning them into parameters.
+// Arguments that several operations share: checking them, and turning them into parameters.
 #ifndef FLASHINFER_MSA_NATIVE_ARGUMENTS_H_
 #define FLASHINFER_MSA_NATIVE_ARGUMENTS_H_
 
@@ -8,37 +8,25 @@
 #include "call.h"
 #include "constants.h"
 #include "kernels.h"
+#include "launch_record.h"
 #include "params.h"
-#include "recording.h"
-
-#define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
 
 namespace msa_icp {
 
 constexpr int64_t kAny = -1;
 constexpr int64_t kMaxTokens = INT32_MAX / kHeads;  // a grid has a CTA for each of their rows
 
-inline int as_int(int64_t value) { return static_cast<int>(value); }
-
 // Takes `launch`, the first argument of every operation. Without it the call is only checked, on whatever device its
-// tensors are: the torch backend checks its arguments here too. Words of a recording in its place keep the chain there.
+// tensors are: the torch backend checks its arguments here too. A launch record in its place records the chain.
 bool take_launch(Call& call);
 
-int take_one_of(Call& call, const char* name, int first, int second);
+// Checks a rank, which is taken before the world size.
+void check_rank(Call& call, int64_t rank, int world_size);
 
-// Takes `rank` and the world size, under the name that the operation has for it.
-void take_rank(Call& call, int* rank, int* world_size, const char* world_size_name = "world_size");
-
-// A paged index-K cache and what finds its pages.
-struct Keys {
-  Tensor keys, block_table;
-};
-
-// Takes the key tensors under the names that the operation has for them.
-Keys take_keys(Call& call, const char* keys_name);
-
-// Checks key tensors of a layout; `batch` rows of the block table have at least `pages` columns.
-void check_keys(Call& call, const Keys& k, const LayoutInfo& layout, int64_t batch, int64_t pages);
+// Checks a paged index-K cache and the block table that finds its pages; `batch` rows of the table have at least
+// `pages` columns.
+void check_keys(Call& call, const Tensor& keys, const Tensor& table, const LayoutInfo& layout, int64_t batch,
+                int64_t pages);
 
 // A score plane's rows: unit last stride, not overlapping.
 void check_plane(Call& call, const Tensor& scores);
@@ -46,15 +34,31 @@ void check_plane(Call& call, const Tensor& scores);
 // Checks a fused chain's pool, of which `bytes` are needed as `why` says.
 void check_pool(Call& call, const Tensor& pool, int64_t bytes, const char* why);
 
-// Which blocks of a score plane are selected.
+// Which blocks of a score plane are selected. A scorer that knows the layout needs no map from columns to blocks.
 struct Selection {
   Tensor scores, num_valid_pages;
-  int force_begin_blocks, force_end_blocks, index_scale, index_offset;
+  int force_begin_blocks = 0, force_end_blocks = 0, index_scale = 1, index_offset = 0;
 };
 
-// Takes the two counts of forced blocks, and the map from columns to blocks.
-void take_forced_blocks(Call& call, Selection* s);
-void take_index_map(Call& call, Selection* s);
+// The selection of a call, without its score plane and its map from columns to blocks.
+template <typename C>
+Selection forced_selection(const C& c) {
+  Selection s;
+  s.num_valid_pages = c.num_valid_pages;
+  s.force_begin_blocks = c.force_begin_blocks;
+  s.force_end_blocks = c.force_end_blocks;
+  return s;
+}
+
+// The selection of a call, from a score plane.
+template <typename C>
+Selection mapped_selection(const C& c, const Tensor& scores) {
+  Selection s = forced_selection(c);
+  s.scores = scores;
+  s.index_scale = c.index_scale;
+  s.index_offset = c.index_offset;
+  return s;
+}
 
 // Checks everything about a selection but the plane's shape and strides.
 void check_selection(Call& call, const Selection& s, int64_t tokens);
@@ -77,7 +81,7 @@ int finish(Call& call, bool launches, Make make, const Tensor* keys = nullptr) {
     if (call.ok()) {
       Launch chain[kLength];
       const int length = make(*device, chain);
-      if (call.ok()) call.recording() ? record(call, chain, length, keys) : launch(call, device, chain, length);
+      if (call.ok()) call.record() ? record(call, chain, length, keys) : launch(call, device, chain, length);
     }
   }
   return call.finish();

@@ -24,7 +24,7 @@ const TypeInfo& info(Type type) {
   return infos[static_cast<int>(type)];
 }
 
-// A short text built piece by piece; what does not fit is cut.
+// A short text built bit by bit; what does not fit is cut.
 struct Text {
   char chars[256] = "";
   int length = 0;
@@ -125,6 +125,12 @@ Text describe_strides(const DLTensor* t) {
 
 }  // namespace
 
+void set_result(TVMFFIAny* result, int64_t value) {
+  memset(result, 0, sizeof(*result));
+  result->type_index = kTVMFFIInt;
+  result->v_int64 = value;
+}
+
 int64_t Tensor::stride(int axis) const { return dl->strides ? dl->strides[axis] : contiguous_stride(dl, axis); }
 
 const TVMFFIAny* Call::take(const char* name) {
@@ -153,11 +159,25 @@ int64_t Call::integer(const char* name, int64_t low, int64_t high) {
     fail("%s must be an integer, was %s", name, describe(*argument).chars);
     return 0;
   }
-  if (argument->v_int64 < low || argument->v_int64 > high) {
-    fail("%s must be in [%" PRId64 ", %" PRId64 "], was %" PRId64, name, low, high, argument->v_int64);
-    return 0;
+  expect_between(name, argument->v_int64, low, high);
+  return failed_ ? 0 : argument->v_int64;
+}
+
+int64_t Call::one_of(const char* name, int64_t first, int64_t second) {
+  const int64_t value = integer(name, INT64_MIN, INT64_MAX);
+  if (!failed_ && value != first && value != second) {
+    fail("%s must be %" PRId64 " or %" PRId64 ", was %" PRId64, name, first, second, value);
   }
-  return argument->v_int64;
+  return value;
+}
+
+void Call::expect_between(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (failed_ || (value >= low && value <= high)) return;
+  fail("%s must be in [%" PRId64 ", %" PRId64 "], was %" PRId64, name, low, high, value);
+}
+
+void Call::expect_given(const Tensor& t) {
+  if (!failed_ && !t) fail("%s must be a dense tensor, was None", t.name);
 }
 
 double Call::finite_number(const char* name) {
@@ -186,11 +206,25 @@ Tensor Call::optional_tensor(const char* name, Type type, int dimensions) {
 
 bool Call::at_tensor() const { return next_ != end_ && tensor_of(*next_) != nullptr; }
 
-void* Call::host_words(const char* name, int64_t count) {
+TVMFFIByteArray Call::text(const char* name) {
+  const TVMFFIAny* argument = take(name);
+  if (argument == nullptr) return {"", 0};
+  switch (argument->type_index) {
+    case kTVMFFIRawStr: return {argument->v_c_str, strlen(argument->v_c_str)};
+    case kTVMFFIByteArrayPtr: return *static_cast<const TVMFFIByteArray*>(argument->v_ptr);
+    case kTVMFFISmallStr:
+    case kTVMFFISmallBytes: return {argument->v_bytes, static_cast<size_t>(argument->small_str_len)};
+    case kTVMFFIStr:
+    case kTVMFFIBytes: return *TVMFFIBytesGetByteArrayPtr(argument->v_obj);
+    default: fail("%s must be a text, was %s", name, describe(*argument).chars); return {"", 0};
+  }
+}
+
+void* Call::host_memory(const char* name, int64_t words) {
   const TVMFFIAny* argument = take(name);
   const DLTensor* t = argument ? tensor_of(*argument) : nullptr;
-  if (t == nullptr || t->device.device_type != kDLCPU || t->ndim != 1 || t->shape[0] != count) {
-    fail("%s must be %" PRId64 " words in host memory", name, count);
+  if (t == nullptr || t->device.device_type != kDLCPU || t->ndim != 1 || t->shape[0] != words) {
+    fail("%s must be %" PRId64 " words in host memory", name, words);
     return nullptr;
   }
   return static_cast<char*>(t->data) + t->byte_offset;

@@ -9,9 +9,17 @@
 #include <stdint.h>
 #include <tvm/ffi/c_api.h>
 
+// Begins an operation, `__tvm_ffi_<its name>`.
+#define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
+
 namespace msa_icp {
 
-struct Recording;
+struct LaunchRecord;
+
+inline int as_int(int64_t value) { return static_cast<int>(value); }
+
+// Makes an integer the result of an operation.
+void set_result(TVMFFIAny* result, int64_t value);
 
 enum class Type { kE4M3, kFloat32, kInt32, kInt64, kUInt8 };
 
@@ -39,13 +47,25 @@ class Call {
   // Take the next argument.
   bool flag(const char* name);
   int64_t integer(const char* name, int64_t low, int64_t high);
+  int64_t one_of(const char* name, int64_t first, int64_t second);
   double finite_number(const char* name);
   Tensor tensor(const char* name, Type type, int dimensions);
   Tensor optional_tensor(const char* name, Type type, int dimensions);
-  // Words of a dense int64 tensor in host memory, which the caller has made itself.
-  void* host_words(const char* name, int64_t count);
+  // A text; empty where the argument is none. It lives as long as the argument.
+  TVMFFIByteArray text(const char* name);
+  // Memory of a dense int64 tensor on the host, which the caller has made itself.
+  template <typename T>
+  T* host_struct(const char* name) {
+    static_assert(sizeof(T) % sizeof(int64_t) == 0, "passed as int64 words");
+    return static_cast<T*>(host_memory(name, sizeof(T) / sizeof(int64_t)));
+  }
   // Whether the next argument is a tensor.
   bool at_tensor() const;
+
+  // Demands that an optional tensor is given.
+  void expect_given(const Tensor& t);
+  // Demands that an integer taken before is in a range that other arguments decide.
+  void expect_between(const char* name, int64_t value, int64_t low, int64_t high);
 
   // Demands that the tensors that follow are on this CUDA device, or with -1 on the CPU, as `whose` is.
   void expect_device(int64_t index, const char* whose);
@@ -67,9 +87,9 @@ class Call {
   void expect_multiple(const Tensor& t, int axis, int64_t divisor);
   void expect_aligned(const Tensor& t, int bytes);
 
-  // Where the operation's chain is kept rather than launched, if it is.
-  void record_into(Recording* recording) { recording_ = recording; }
-  Recording* recording() const { return recording_; }
+  // Where the operation's chain is recorded rather than launched, if it is.
+  void record_into(LaunchRecord* record) { record_ = record; }
+  LaunchRecord* record() const { return record_; }
 
   // Records the call's first error as a ValueError; `format` starts with the argument's name.
   __attribute__((format(printf, 2, 3))) void fail(const char* format, ...);
@@ -86,6 +106,7 @@ class Call {
 
  private:
   const TVMFFIAny* take(const char* name);
+  void* host_memory(const char* name, int64_t words);
   Tensor check_tensor(const char* name, const TVMFFIAny* argument, Type type, int dimensions);
   void set_error(const char* kind, const char* format, __builtin_va_list values);
 
@@ -96,7 +117,7 @@ class Call {
   bool raised_ = false;
   DLDevice device_ = {static_cast<DLDeviceType>(0), 0};
   const char* device_of_ = nullptr;
-  Recording* recording_ = nullptr;
+  LaunchRecord* record_ = nullptr;
   const char* kind_ = "ValueError";
   char message_[1024];
 };

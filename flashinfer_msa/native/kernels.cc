@@ -9,7 +9,8 @@
 #include <time.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
-#define MSA_EXPORT extern "C" __attribute__((visibility("default"))) int
+#include "context.h"
+#include "schema.h"
 
 namespace msa_icp {
 namespace {
@@ -20,42 +21,6 @@ int num_layouts = 1;  // 0 is kCommon
 TVMFFIObjectHandle loader;
 FaultRecord* fault_records;  // one a device, in memory that outlives every context
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-// Makes a device's primary context, the one torch uses, current for a scope.
-class ContextScope {
- public:
-  ContextScope(const Driver* driver, CUcontext context) : driver_(driver) {
-    CUcontext current = nullptr;
-    pushed_ = driver->cuCtxGetCurrent(&current) != kCudaSuccess || current != context;
-    if (pushed_) driver->cuCtxPushCurrent(context);
-  }
-  ~ContextScope() {
-    CUcontext popped;
-    if (pushed_) driver_->cuCtxPopCurrent(&popped);
-  }
-
- private:
-  const Driver* driver_;
-  bool pushed_;
-};
-
-const char* describe(const Driver* driver, CUresult result) {
-  const char* text = nullptr;
-  return driver->cuGetErrorString(result, &text) == kCudaSuccess && text ? text : "unknown error";
-}
-
-bool check(Call& call, const Driver* driver, CUresult result, const char* what) {
-  if (result == kCudaSuccess) return true;
-  call.fail_as("RuntimeError", "%s failed: %s (CUDA error %d)", what, describe(driver, result), result);
-  return false;
-}
-
-const Driver* require_driver(Call& call) {
-  const char* why = nullptr;
-  const Driver* found = driver(&why);
-  if (found == nullptr) call.fail_as("RuntimeError", "%s", why);
-  return found;
-}
 
 bool map_fault_records(Call& call, const Driver* driver) {
   if (fault_records != nullptr) return true;
@@ -106,29 +71,12 @@ bool is_complete(const FaultRecord* fault) {
   return fault != nullptr && static_cast<const volatile FaultRecord*>(fault)->complete != 0;
 }
 
-int find_role(const char* name, size_t length) {
-  for (int role = 0; role < kNumRoles; ++role) {
-    if (strlen(role_name(role)) == length && memcmp(role_name(role), name, length) == 0) return role;
+// Index of a text among `count` names, or -1.
+int find_name(const char* const* names, int count, const TVMFFIByteArray& text) {
+  for (int i = 0; i < count; ++i) {
+    if (strlen(names[i]) == text.size && memcmp(names[i], text.data, text.size) == 0) return i;
   }
   return -1;
-}
-
-TVMFFIByteArray text_argument(const TVMFFIAny& argument) {
-  switch (argument.type_index) {
-    case kTVMFFIRawStr: return {argument.v_c_str, strlen(argument.v_c_str)};
-    case kTVMFFIByteArrayPtr: return *static_cast<const TVMFFIByteArray*>(argument.v_ptr);
-    case kTVMFFISmallStr:
-    case kTVMFFISmallBytes: return {argument.v_bytes, static_cast<size_t>(argument.small_str_len)};
-    case kTVMFFIStr:
-    case kTVMFFIBytes: return *TVMFFIBytesGetByteArrayPtr(argument.v_obj);
-    default: return {"", 0};
-  }
-}
-
-void set_result(TVMFFIAny* result, int64_t value) {
-  memset(result, 0, sizeof(*result));
-  result->type_index = kTVMFFIInt;
-  result->v_int64 = value;
 }
 
 CUresult launch_one(const Driver* driver, const Device* device, CUstream stream, const Launch& l) {
@@ -151,41 +99,6 @@ CUresult launch_one(const Driver* driver, const Device* device, CUstream stream,
 }
 
 }  // namespace
-
-const char* role_name(int role) {
-  static const char* const names[kNumRoles] = {"decode_score_1",
-                                               "decode_score_2",
-                                               "decode_score_3",
-                                               "decode_score_4",
-                                               "decode_lists_1",
-                                               "decode_lists_2",
-                                               "decode_lists_3",
-                                               "decode_lists_4",
-                                               "select_publish_legacy_narrow",
-                                               "select_publish_tagged_narrow",
-                                               "select_publish_legacy_wide",
-                                               "select_publish_tagged_wide",
-                                               "fold_publish_legacy",
-                                               "fold_publish_tagged",
-                                               "merge_legacy_2",
-                                               "merge_tagged_2",
-                                               "merge_exchanged_2",
-                                               "merge_legacy_4",
-                                               "merge_tagged_4",
-                                               "merge_exchanged_4",
-                                               "prefill_plan",
-                                               "prefill_fill",
-                                               "prefill_score",
-                                               "prefill_score_global",
-                                               "prefill_score_exact",
-                                               "prefill_score_global_exact",
-                                               "prefill_lists",
-                                               "prefill_lists_exact",
-                                               "prefill_fold",
-                                               "select_prefill_narrow",
-                                               "select_prefill_wide"};
-  return names[role];
-}
 
 int find_layout(int page_size, int world_size) {
   for (int i = 1; i < num_layouts; ++i) {
@@ -249,7 +162,7 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
   for (int i = 0; i < count; ++i) {
     if (device->kernels[chain[i].layout][chain[i].role].function == nullptr) {
       call.fail_as("NotImplementedError", "the cubins installed for cuda:%d have no kernel for %s%s%s",
-                   call.device().device_id, role_name(chain[i].role), chain[i].layout ? " of layout " : "",
+                   call.device().device_id, kRoleNames[chain[i].role], chain[i].layout ? " of layout " : "",
                    layouts[chain[i].layout].name);
       return;
     }
@@ -257,7 +170,7 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
   ContextScope scope(d, device->context);
   CUstream stream = TVMFFIEnvGetStream(kDLCUDA, call.device().device_id);
   for (int i = 0; i < count; ++i) {
-    if (!check(call, d, launch_one(d, device, stream, chain[i]), role_name(chain[i].role))) return;
+    if (!check(call, d, launch_one(d, device, stream, chain[i]), kRoleNames[chain[i].role])) return;
   }
 }
 
@@ -265,8 +178,8 @@ void launch(Call& call, Device* device, Launch* chain, int count) {
 // on torch's current stream: what the host time of a chain is held against.
 MSA_EXPORT __tvm_ffi_bare_launches(void*, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
   Call call(args, num_args);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
-  const int count = static_cast<int>(call.integer("count", 1, 1000));
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
+  const int count = as_int(call.integer("count", 1, 1000));
   if (!call.ok()) return call.finish();
   call.expect_device(index, "the device");
   const Device* device = ready_device(call);
@@ -275,51 +188,27 @@ MSA_EXPORT __tvm_ffi_bare_launches(void*, const TVMFFIAny* args, int32_t num_arg
   ContextScope scope(d, device->context);
   CUstream stream = TVMFFIEnvGetStream(kDLCUDA, index);
   PrefillFillParams none = {};
-  const Launch fill = {kCommon, kPrefillFill, 1, 1, &none, true};
+  const Launch fill = {kCommon, kPrefillFill, 1, 1, Params(&none), true};
   timespec begin, end;
   clock_gettime(CLOCK_MONOTONIC, &begin);
   for (int i = 0; i < count; ++i) {
-    if (!check(call, d, launch_one(d, device, stream, fill), role_name(fill.role))) return call.finish();
+    if (!check(call, d, launch_one(d, device, stream, fill), kRoleNames[fill.role])) return call.finish();
   }
   clock_gettime(CLOCK_MONOTONIC, &end);
   set_result(result, (end.tv_sec - begin.tv_sec) * int64_t{1000000000} + end.tv_nsec - begin.tv_nsec);
   return call.finish();
 }
 
-// launch_graph(graph, staging, index_q): on torch's current stream, copies the query into the buffer that a captured
-// graph reads, unless it is that, and launches the graph.
-MSA_EXPORT __tvm_ffi_launch_graph(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
-  Call call(args, count);
-  auto* graph = reinterpret_cast<CUgraphExec>(static_cast<intptr_t>(call.integer("graph", 1, INT64_MAX)));
-  call.require_cuda();
-  const Tensor staging = call.tensor("staging", Type::kE4M3, 3), query = call.tensor("index_q", Type::kE4M3, 3);
-  if (call.ok())
-    call.expect_shape(query, "[tokens, heads, head dim", staging.size(0), staging.size(1), staging.size(2));
-  call.expect_contiguous(query);
-  const Device* device = call.ok() ? ready_device(call) : nullptr;
-  if (device == nullptr) return call.finish();
-  const Driver* d = require_driver(call);
-  ContextScope scope(d, device->context);
-  CUstream stream = TVMFFIEnvGetStream(kDLCUDA, call.device().device_id);
-  const auto to = reinterpret_cast<CUdeviceptr>(staging.data<char>());
-  const auto from = reinterpret_cast<CUdeviceptr>(query.data<char>());
-  const size_t bytes = static_cast<size_t>(staging.size(0) * staging.size(1) * staging.size(2));
-  if (to == from || check(call, d, d->cuMemcpyDtoDAsync(to, from, bytes, stream), "copying the query")) {
-    check(call, d, d->cuGraphLaunch(graph, stream), "launching a layer's graph");
-  }
-  return call.finish();
-}
-
 // add_layout(name, page_size, world_size, rows, page_bytes, index_scale)
 MSA_EXPORT __tvm_ffi_add_layout(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
-  Call call(args + 1, count - 1);
-  const TVMFFIByteArray name = text_argument(args[0]);
+  Call call(args, count);
+  const TVMFFIByteArray name = call.text("name");
   LayoutInfo info = {};
-  info.page_size = static_cast<int>(call.integer("page_size", 1, INT32_MAX));
-  info.world_size = static_cast<int>(call.integer("world_size", 1, INT32_MAX));
-  info.rows = static_cast<int>(call.integer("rows", 1, INT32_MAX));
-  info.page_bytes = static_cast<int>(call.integer("page_bytes", 1, INT32_MAX));
-  info.index_scale = static_cast<int>(call.integer("index_scale", 1, INT32_MAX));
+  info.page_size = as_int(call.integer("page_size", 1, INT32_MAX));
+  info.world_size = as_int(call.integer("world_size", 1, INT32_MAX));
+  info.rows = as_int(call.integer("rows", 1, INT32_MAX));
+  info.page_bytes = as_int(call.integer("page_bytes", 1, INT32_MAX));
+  info.index_scale = as_int(call.integer("index_scale", 1, INT32_MAX));
   snprintf(info.name, sizeof(info.name), "%.*s", static_cast<int>(name.size), name.data);
   if (call.ok() && find_layout(info.page_size, info.world_size) == 0) {
     if (num_layouts == kMaxLayouts) {
@@ -347,8 +236,8 @@ MSA_EXPORT __tvm_ffi_set_loader(void*, const TVMFFIAny* args, int32_t count, TVM
 // load_cubin(device, image) -> module handle. The module stays loaded for the life of the process.
 MSA_EXPORT __tvm_ffi_load_cubin(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   Call call(args, count);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
-  const TVMFFIByteArray image = text_argument(args[1]);
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
+  const TVMFFIByteArray image = call.text("image");
   const Driver* driver = call.ok() ? require_driver(call) : nullptr;
   if (driver != nullptr) {
     pthread_mutex_lock(&lock);
@@ -368,52 +257,51 @@ MSA_EXPORT __tvm_ffi_load_cubin(void*, const TVMFFIAny* args, int32_t count, TVM
 // load_kernel(device, module, page_size, world_size, role, symbol, threads, shared_bytes): makes one kernel resident.
 // A page size of 0 stands for kernels that no layout specialises.
 MSA_EXPORT __tvm_ffi_load_kernel(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
-  Call call(args, count < 4 ? count : 4);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  Call call(args, count);
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
   const int64_t module = call.integer("module", INT64_MIN, INT64_MAX);
-  const int page_size = static_cast<int>(call.integer("page_size", 0, INT32_MAX));
-  const int world_size = static_cast<int>(call.integer("world_size", 0, INT32_MAX));
-  if (count != 8) call.fail("load_kernel takes 8 arguments, was given %d", count);
-  if (!call.ok()) return call.finish();
-  const TVMFFIByteArray role_text = text_argument(args[4]), symbol_text = text_argument(args[5]);
-  Call shape(args + 6, 2);
-  const unsigned threads = static_cast<unsigned>(shape.integer("threads", 1, 1024));
-  const unsigned shared_bytes = static_cast<unsigned>(shape.integer("shared_bytes", 0, INT32_MAX));
+  const int page_size = as_int(call.integer("page_size", 0, INT32_MAX));
+  const int world_size = as_int(call.integer("world_size", 0, INT32_MAX));
+  const TVMFFIByteArray role_text = call.text("role"), symbol_text = call.text("symbol");
+  const unsigned threads = static_cast<unsigned>(call.integer("threads", 1, 1024));
+  const unsigned shared_bytes = static_cast<unsigned>(call.integer("shared_bytes", 0, INT32_MAX));
   const int layout = page_size ? find_layout(page_size, world_size) : kCommon;
-  const int role = find_role(role_text.data, role_text.size);
-  if (page_size && layout == 0)
-    shape.fail("page_size and world_size must be a known layout's, were %d and %d", page_size, world_size);
-  if (role < 0)
-    shape.fail("role must be one of the launcher's, was %.*s", static_cast<int>(role_text.size), role_text.data);
-  const Driver* driver = shape.ok() ? require_driver(shape) : nullptr;
-  if (driver == nullptr) return shape.finish();
+  const int role = find_name(kRoleNames, kNumRoles, role_text);
+  if (call.ok() && page_size && layout == 0) {
+    call.fail("page_size and world_size must be a known layout's, were %d and %d", page_size, world_size);
+  }
+  if (call.ok() && role < 0) {
+    call.fail("role must be one of the launcher's, was %.*s", static_cast<int>(role_text.size), role_text.data);
+  }
+  const Driver* driver = call.ok() ? require_driver(call) : nullptr;
+  if (driver == nullptr) return call.finish();
   char symbol[128];
   snprintf(symbol, sizeof(symbol), "%.*s", static_cast<int>(symbol_text.size), symbol_text.data);
   pthread_mutex_lock(&lock);
-  Device* device = open_device(shape, driver, index);
+  Device* device = open_device(call, driver, index);
   if (device != nullptr) {
     ContextScope scope(driver, device->context);
     CUfunction function;
-    if (check(shape, driver,
+    if (check(call, driver,
               driver->cuModuleGetFunction(&function, reinterpret_cast<CUmodule>(static_cast<intptr_t>(module)), symbol),
               symbol) &&
         // Setting an attribute loads the function too, on drivers that cannot be asked to.
-        check(shape, driver,
+        check(call, driver,
               driver->cuFuncSetAttribute(function, kFunctionMaxDynamicShared, static_cast<int>(shared_bytes)),
               "reserving shared memory") &&
         (driver->cuFuncLoad == nullptr ||
-         check(shape, driver, driver->cuFuncLoad(function), "making a kernel resident"))) {
+         check(call, driver, driver->cuFuncLoad(function), "making a kernel resident"))) {
       device->kernels[layout][role] = {function, threads, shared_bytes};
     }
   }
   pthread_mutex_unlock(&lock);
-  return shape.finish();
+  return call.finish();
 }
 
 // mark_ready(device): every kernel of the device has been loaded.
 MSA_EXPORT __tvm_ffi_mark_ready(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
   if (call.ok()) __atomic_store_n(&devices[index].ready, true, __ATOMIC_RELEASE);
   return call.finish();
 }
@@ -421,8 +309,8 @@ MSA_EXPORT __tvm_ffi_mark_ready(void*, const TVMFFIAny* args, int32_t count, TVM
 // enable_peer_access(device, peer): lets kernels on `device` store into `peer`'s memory.
 MSA_EXPORT __tvm_ffi_enable_peer_access(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
-  const int peer = static_cast<int>(call.integer("peer", 0, kMaxDevices - 1));
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
+  const int peer = as_int(call.integer("peer", 0, kMaxDevices - 1));
   const Driver* driver = call.ok() ? require_driver(call) : nullptr;
   if (driver != nullptr) {
     pthread_mutex_lock(&lock);
@@ -438,16 +326,27 @@ MSA_EXPORT __tvm_ffi_enable_peer_access(void*, const TVMFFIAny* args, int32_t co
   return call.finish();
 }
 
-// fault_field(device, field): field 0 is `complete`, then the record's fields in order. Needs no driver.
+// fault_field(device, field) -> a field of the device's fault record by its name. Needs no driver.
 MSA_EXPORT __tvm_ffi_fault_field(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   Call call(args, count);
-  const int index = static_cast<int>(call.integer("device", 0, kMaxDevices - 1));
-  const int field = static_cast<int>(call.integer("field", 0, sizeof(FaultRecord) / sizeof(int) - 1));
+  const int index = as_int(call.integer("device", 0, kMaxDevices - 1));
+  const TVMFFIByteArray name = call.text("field");
+  constexpr int kNumFields = sizeof(kFaultFields) / sizeof(kFaultFields[0]);
+  const int field = call.ok() ? find_name(kFaultFields, kNumFields, name) : -1;
+  if (call.ok() && field < 0) {
+    call.fail("field must be one of the fault record's, was %.*s", static_cast<int>(name.size), name.data);
+  }
   if (call.ok()) {
     const volatile int* words = reinterpret_cast<const volatile int*>(devices[index].fault);
     set_result(result, words ? words[field] : 0);
   }
   return call.finish();
+}
+
+// schema_digest() -> the digest of the schema that this launcher was compiled with, as text
+MSA_EXPORT __tvm_ffi_schema_digest(void*, const TVMFFIAny*, int32_t, TVMFFIAny* result) {
+  const TVMFFIByteArray text = {kSchemaDigest, sizeof(kSchemaDigest) - 1};
+  return TVMFFIStringFromByteArray(&text, result);
 }
 
 }  // namespace msa_icp

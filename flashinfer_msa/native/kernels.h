@@ -8,31 +8,13 @@
 #include "call.h"
 #include "driver.h"
 #include "params.h"
+#include "roles.h"
 
 namespace msa_icp {
 
 constexpr int kMaxDevices = 64;
 constexpr int kMaxLayouts = 16;
 constexpr int kCommon = 0;  // layout index of kernels that no layout specialises
-constexpr int kMaxQueryTiles = 4;
-
-// What a kernel does. `kDecodeScore + n - 1` scores n tiles of 8 query rows, and so do the fused chain's scorers.
-enum Role : int {
-  kDecodeScore = 0,
-  kDecodeLists = kDecodeScore + kMaxQueryTiles,
-  kSelectPublish = kDecodeLists + kMaxQueryTiles,  // legacy and tagged for narrow rows, then for wide ones
-  kFoldPublish = kSelectPublish + 4,               // legacy, then tagged
-  kMerge = kFoldPublish + 2,                       // legacy, tagged and exchanged for 2 ranks, then for 4
-  kPrefillPlan = kMerge + 6,
-  kPrefillFill,
-  kPrefillScore,                      // a column a page, then a column a block; then both with exact sums
-  kPrefillLists = kPrefillScore + 4,  // then with exact sums
-  kPrefillFold = kPrefillLists + 2,
-  kSelectPrefill,  // narrow rows, then wide ones
-  kNumRoles = kSelectPrefill + 2
-};
-
-const char* role_name(int role);
 
 // A layout's numbers, as flashinfer_msa/layout.py tells them.
 struct LayoutInfo {
@@ -66,9 +48,9 @@ struct Params {
   unsigned bytes;
 
   Params() = default;
-  Params(void* data_, unsigned bytes_) : data(data_), bytes(bytes_) {}
+  explicit Params(void* data_, unsigned bytes_) : data(data_), bytes(bytes_) {}
   template <typename T>
-  Params(T* params) : data(params), bytes(sizeof(T)) {}
+  explicit Params(T* params) : data(params), bytes(sizeof(T)) {}
 };
 
 // One kernel of a chain, ready to launch.

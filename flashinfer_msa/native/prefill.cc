@@ -1,163 +1,136 @@
 // SPDX-License-Identifier: Apache-2.0
-// The prefill operations of flashinfer_msa.msa_ops: argument checks, kernel parameters, launches. Each takes `launch`
-// first, then its arguments in the order in which the code takes them.
+// The prefill operations of flashinfer_msa.msa_ops: argument checks, kernel parameters, launches. Each takes `launch`,
+// then the fields of its call (calls.h).
 #include <tvm/ffi/c_api.h>
 
 #include "arguments.h"
+#include "calls.h"
 
 namespace msa_icp {
 namespace {
-
-constexpr int64_t kWorkspaceBytes = 32 << 20;
-constexpr int64_t kItemListBytes = int64_t{kItemTokens} * kHeads * kTopK * sizeof(unsigned long long);
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return value / divisor + (value % divisor != 0); }
 
 // ---- the plan of a window
 
-struct Plan {
-  Tensor qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset;
-  Tensor work_range, work_info, workspace;
-  int64_t batch, total_q, columns, max_items;
+// How large a plan is: its segments, and the items that its limits allow.
+struct PlanSize {
+  int64_t batch, max_items;
 };
 
-// Names of a plan's parts, as arguments of their own and as fields of a plan.
-struct PlanNames {
-  const char *qo_segment_lens, *kv_segment_lens, *qo_segment_offsets, *kv_segment_offsets, *qo_offset;
-  const char *work_range, *work_info, *workspace, *num_qo_heads, *total_q, *max_query_len, *columns;
-};
-constexpr PlanNames kArguments = {"qo_segment_lens", "kv_segment_lens",   "qo_segment_offsets", "kv_segment_offsets",
-                                  "qo_offset",       "packed_work_range", "packed_work_info",   "workspace",
-                                  "num_qo_heads",    "total_q",           "max_query_len",      "columns"};
-constexpr PlanNames kFields = {
-    "plan.qo_segment_lens", "plan.kv_segment_lens",   "plan.qo_segment_offsets", "plan.kv_segment_offsets",
-    "plan.qo_offset",       "plan.packed_work_range", "plan.packed_work_info",   "plan.workspace",
-    "plan.num_qo_heads",    "plan.total_q",           "plan.max_query_len",      "plan.columns"};
-constexpr PlanNames kWindowFields = {"window_plan.qo_segment_lens",    "window_plan.kv_segment_lens",
-                                     "window_plan.qo_segment_offsets", "window_plan.kv_segment_offsets",
-                                     "window_plan.qo_offset",          "window_plan.packed_work_range",
-                                     "window_plan.packed_work_info",   "window_plan.workspace",
-                                     "window_plan.num_qo_heads",       "window_plan.total_q",
-                                     "window_plan.max_query_len",      "window_plan.columns"};
-
-// Takes the tensors and limits that make a plan, but for its columns.
-void take_plan(Call& call, Plan* plan, const PlanNames& names) {
-  plan->qo_segment_lens = call.tensor(names.qo_segment_lens, Type::kInt32, 1);
-  plan->kv_segment_lens = call.tensor(names.kv_segment_lens, Type::kInt32, 1);
-  plan->qo_segment_offsets = call.tensor(names.qo_segment_offsets, Type::kInt32, 1);
-  plan->kv_segment_offsets = call.tensor(names.kv_segment_offsets, Type::kInt32, 1);
-  plan->qo_offset = call.tensor(names.qo_offset, Type::kInt32, 1);
-  plan->work_range = call.tensor(names.work_range, Type::kInt64, 1);
-  plan->work_info = call.tensor(names.work_info, Type::kInt64, 1);
-  plan->workspace = call.tensor(names.workspace, Type::kUInt8, 1);
-  call.integer(names.num_qo_heads, kHeads, kHeads);
-  plan->total_q = call.integer(names.total_q, 1, kMaxTokens);
-  call.integer(names.max_query_len, 1, plan->total_q);
-}
-
-void check_plan(Call& call, Plan* plan, int64_t multiprocessors, const PlanNames& names, bool is_new) {
-  if (!call.ok()) return;
-  const int64_t batch = plan->batch = plan->qo_segment_lens.size(0);
+// Checks a plan, or the planner's call that makes a new one. `owner` is what errors put before names of its fields.
+template <typename P>
+PlanSize check_plan(Call& call, const P& plan, int multiprocessors, const char* owner, bool is_new) {
+  if (!call.ok()) return {};
+  const int64_t batch = plan.qo_segment_lens.size(0);
   if (batch > kMaxSegments) {
-    call.fail("%s must have at most %d segments, had %lld", names.qo_segment_lens, kMaxSegments,
+    call.fail("%s must have at most %d segments, had %lld", plan.qo_segment_lens.name, kMaxSegments,
               static_cast<long long>(batch));
   }
-  const Tensor* of_batch[] = {&plan->qo_segment_lens, &plan->kv_segment_lens, &plan->qo_offset};
+  const Tensor* of_batch[] = {&plan.qo_segment_lens, &plan.kv_segment_lens, &plan.qo_offset};
   for (const Tensor* t : of_batch) {
     call.expect_shape(*t, "[batch", batch);
     call.expect_contiguous(*t);
   }
-  const Tensor* offsets[] = {&plan->qo_segment_offsets, &plan->kv_segment_offsets};
+  const Tensor* offsets[] = {&plan.qo_segment_offsets, &plan.kv_segment_offsets};
   for (const Tensor* t : offsets) {
     call.expect_shape(*t, "[batch + 1", batch + 1);
     call.expect_contiguous(*t);
   }
   // Empty segments have no item.
-  const int64_t segments = batch < plan->total_q ? batch : plan->total_q;
-  plan->max_items = batch == 0 ? 0 : ceil_div(plan->total_q, kItemTokens) + segments - 1;
+  const int64_t segments = batch < plan.total_q ? batch : plan.total_q;
+  int64_t max_items = batch == 0 ? 0 : ceil_div(plan.total_q, kItemTokens) + segments - 1;
   // A plan that exists has no more than it may have, whatever its bounds would allow.
-  if (!is_new && plan->max_items > kMaxItems) plan->max_items = kMaxItems;
-  if (call.ok() && plan->max_items > kMaxItems) {
-    call.fail("%s must make at most %d items of %d tokens in %lld segments, was %lld", names.total_q, kMaxItems,
-              kItemTokens, static_cast<long long>(batch), static_cast<long long>(plan->total_q));
+  if (!is_new && max_items > kMaxItems) max_items = kMaxItems;
+  if (call.ok() && max_items > kMaxItems) {
+    call.fail("%stotal_q must make at most %d items of %d tokens in %lld segments, was %d", owner, kMaxItems,
+              kItemTokens, static_cast<long long>(batch), plan.total_q);
   }
-  call.expect_shape(plan->work_range, "[multiprocessors", multiprocessors);
-  call.expect_contiguous(plan->work_range);
-  call.expect_size(plan->work_info, 0, plan->max_items, INT64_MAX, "the items that the limits allow");
-  call.expect_contiguous(plan->work_info);
-  call.expect_size(plan->workspace, 0, kWorkspaceBytes, INT64_MAX, "workspace bytes");
-  call.expect_contiguous(plan->workspace);
-  call.expect_aligned(plan->workspace, 16);
+  call.expect_shape(plan.packed_work_range, "[multiprocessors", multiprocessors);
+  call.expect_contiguous(plan.packed_work_range);
+  call.expect_size(plan.packed_work_info, 0, max_items, INT64_MAX, "the items that the limits allow");
+  call.expect_contiguous(plan.packed_work_info);
+  call.expect_size(plan.workspace, 0, kPlanWorkspaceBytes, INT64_MAX, "workspace bytes");
+  call.expect_contiguous(plan.workspace);
+  call.expect_aligned(plan.workspace, 16);
+  return {batch, max_items};
 }
 
 // ---- scorer
 
 // A prefill scorer's arguments. It writes `scores`, or the lists of the fused chain into `pool`.
 struct Score {
-  Tensor q, scores, pool;
-  Keys k;
-  Plan plan;
+  Tensor q, k, block_table, scores, pool;
+  calls::PlanArguments plan;
+  PlanSize size;
   int rank, world_size;
-  bool initialize, compact, exact, enable_pdl;
+  bool compact, exact, enable_pdl;
   const LayoutInfo* info;
   int layout;
   int64_t columns;  // of a score row
-  const PlanNames* names;
 };
 
-// Takes everything of a scorer up to its rank and world size.
-void take_score(Call& call, Score* s, const char* q_name, const char* k_name, const char* world_size_name,
-                int64_t* multiprocessors) {
-  s->q = call.tensor(q_name, Type::kE4M3, 3);
-  s->k = take_keys(call, k_name);
-  take_plan(call, &s->plan, *s->names);
-  s->plan.columns = call.integer(s->names->columns, 1, kMaxItemBlocks);
-  *multiprocessors = call.integer("multiprocessors", 1, INT32_MAX);
-  take_rank(call, &s->rank, &s->world_size, world_size_name);
-}
-
-void check_score(Call& call, Score* s, int64_t multiprocessors) {
-  check_plan(call, &s->plan, multiprocessors, *s->names, false);
-  if (!call.ok()) return;
-  const int64_t rows = s->k.keys.size(1), page_size = rows <= 256 ? rows * s->world_size : 0;
-  s->layout = find_layout(as_int(page_size), s->world_size);
-  if (s->layout == 0) {
-    call.fail("%s must have 128 / %d or 256 / %d rows a page, had shape [%lld, %lld, %lld]", s->k.keys.name,
-              s->world_size, s->world_size, static_cast<long long>(s->k.keys.size(0)), static_cast<long long>(rows),
-              static_cast<long long>(s->k.keys.size(2)));
-    return;
+// Checks everything of a scorer but what it writes. `owner` is what errors put before names of its plan's fields.
+template <typename C>
+Score make_score(Call& call, const C& c, const Tensor& q, const Tensor& k, const calls::PlanArguments& plan,
+                 int world_size, bool compact, const char* owner) {
+  Score s = {};
+  s.q = q;
+  s.k = k;
+  s.block_table = c.block_table;
+  s.plan = plan;
+  s.rank = as_int(c.rank);
+  s.world_size = world_size;
+  s.compact = compact;
+  s.exact = c.exact;
+  check_rank(call, c.rank, world_size);
+  s.size = check_plan(call, plan, plan.multiprocessors, owner, false);
+  if (!call.ok()) return s;
+  const int64_t rows = k.size(1), page_size = rows <= 256 ? rows * world_size : 0;
+  s.layout = find_layout(as_int(page_size), world_size);
+  if (s.layout == 0) {
+    call.fail("%s must have 128 / %d or 256 / %d rows a page, had shape [%lld, %lld, %lld]", k.name, world_size,
+              world_size, static_cast<long long>(k.size(0)), static_cast<long long>(rows),
+              static_cast<long long>(k.size(2)));
+    return s;
   }
-  s->info = &layout_info(s->layout);
-  const int64_t pages = ceil_div(s->plan.columns, s->info->index_scale);
-  call.expect_shape(s->q, "[total_q, heads, head dim", s->plan.total_q, kHeads, kHeadDim);
-  call.expect_contiguous(s->q);
-  call.expect_aligned(s->q, 16);
-  check_keys(call, s->k, *s->info, s->plan.batch, pages);
-  call.expect_size(s->k.keys, 0, 1, INT32_MAX, "pages");
-  s->columns = s->compact ? pages : s->plan.columns;
+  s.info = &layout_info(s.layout);
+  const int64_t pages = ceil_div(plan.columns, s.info->index_scale);
+  call.expect_shape(q, "[total_q, heads, head dim", plan.total_q, kHeads, kHeadDim);
+  call.expect_contiguous(q);
+  call.expect_aligned(q, 16);
+  check_keys(call, k, s.block_table, *s.info, s.size.batch, pages);
+  call.expect_size(k, 0, 1, INT32_MAX, "pages");
+  s.columns = compact ? pages : plan.columns;
+  return s;
 }
 
-void refuse_compact_blocks(Call& call, const Score& s) {
+// The scorer of an operation of its own, which may write a column per block.
+template <typename C>
+Score make_own_score(Call& call, const C& c) {
+  Score s = make_score(call, c, c.q, c.k, c.plan, c.tp, c.compact, "plan.");
+  s.enable_pdl = c.enable_pdl;
   if (call.ok() && s.compact && s.info->index_scale == 1) {
     call.fail("compact must be False for 128-token pages (%d rows times tp %d), which are blocks, was True",
               s.info->rows, s.world_size);
   }
+  return s;
 }
 
 PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
   PrefillScoreParams p = {};
   p.query = s.q.data<unsigned char>();
-  p.keys = s.k.keys.data<unsigned char>();
-  p.block_table = s.k.block_table.data<int>();
+  p.keys = s.k.data<unsigned char>();
+  p.block_table = s.block_table.data<int>();
   p.qo_segment_lens = s.plan.qo_segment_lens.data<int>();
   p.kv_segment_lens = s.plan.kv_segment_lens.data<int>();
   p.qo_segment_offsets = s.plan.qo_segment_offsets.data<int>();
   p.qo_offset = s.plan.qo_offset.data<int>();
-  p.work_range = s.plan.work_range.data<long long>();
-  p.work_info = s.plan.work_info.data<long long>();
+  p.work_range = s.plan.packed_work_range.data<long long>();
+  p.work_info = s.plan.packed_work_info.data<long long>();
   // A dimension of one element has any stride.
-  p.page_pitch = s.k.keys.size(0) > 1 ? s.k.keys.stride(0) : s.info->page_bytes;
-  p.table_stride = s.k.block_table.stride(0);
+  p.page_pitch = s.k.size(0) > 1 ? s.k.stride(0) : s.info->page_bytes;
+  p.table_stride = s.block_table.stride(0);
   if (s.scores) {
     p.scores = s.scores.data<float>();
     p.score_token_stride = s.scores.stride(0);
@@ -165,18 +138,18 @@ PrefillScoreParams score_params(Call& call, const Score& s, bool tensor_maps) {
     p.aligned_scores = reinterpret_cast<uintptr_t>(p.scores) % 16 == 0 && p.score_token_stride % 4 == 0 &&
                        p.score_head_stride % 4 == 0;
   }
-  p.max_items = as_int(s.plan.max_items);
-  p.max_blocks = as_int(s.plan.columns);
-  p.tokens = as_int(s.plan.total_q);
+  p.max_items = as_int(s.size.max_items);
+  p.max_blocks = s.plan.columns;
+  p.tokens = s.plan.total_q;
   p.rank = s.rank;
-  if (tensor_maps) set_tensor_maps(call, &p, s.info->rows, s.k.keys.size(0));
+  if (tensor_maps) set_tensor_maps(call, &p, s.info->rows, s.k.size(0));
   return p;
 }
 
 Launch score_launch(const Score& s, PrefillScoreParams* params, const Device& device) {
-  const int by_block = s.info->index_scale > 1 && !s.compact;
-  const int role = s.scores ? kPrefillScore + 2 * s.exact + by_block : kPrefillLists + s.exact;
-  return {s.layout, role, static_cast<unsigned>(device.multiprocessors), 1, params, s.enable_pdl};
+  const bool by_block = s.info->index_scale > 1 && !s.compact;
+  const Role role = s.scores ? kPrefillScorers[s.exact][by_block] : kPrefillListers[s.exact];
+  return {s.layout, role, static_cast<unsigned>(device.multiprocessors), 1, Params(params), s.enable_pdl};
 }
 
 // ---- selection
@@ -201,10 +174,11 @@ SelectPrefillParams select_params(const Selection& s, const Tensor& carrier, int
 
 Launch select_launch(SelectPrefillParams* params, const Device& device) {
   const bool wide = params->select.score_columns > kNarrowColumns;
-  const int role = kSelectPrefill + wide;
+  const Role role = kPrefillSelectors[wide];
   const int64_t rows = static_cast<int64_t>(params->select.tokens) * kHeads;
   const unsigned rows_per_cta = wide ? 1 : device.kernels[kCommon][role].threads / 32;
-  return {kCommon, role, static_cast<unsigned>(ceil_div(rows, rows_per_cta ? rows_per_cta : 1)), 1, params, false};
+  return {kCommon, role,           static_cast<unsigned>(ceil_div(rows, rows_per_cta ? rows_per_cta : 1)),
+          1,       Params(params), false};
 }
 
 // ---- the fused chain
@@ -212,9 +186,9 @@ Launch select_launch(SelectPrefillParams* params, const Device& device) {
 // Checks everything of a fused chain but its carrier, after its scorer.
 void check_fused(Call& call, const Score& s, const Selection& selection) {
   if (!call.ok()) return;
-  // A piece for each item, and one more for each range that begins within an item.
-  const int64_t pieces = s.plan.max_items == 0 ? 0 : s.plan.max_items + s.plan.work_range.size(0) - 1;
-  check_pool(call, s.pool, pieces * kItemListBytes, "the plan's msa_icp_prefill_pool_bytes");
+  // Lists for each item, and more for each range that begins within an item.
+  const int64_t lists = s.size.max_items == 0 ? 0 : s.size.max_items + s.plan.packed_work_range.size(0) - 1;
+  check_pool(call, s.pool, lists * kItemListBytes, "the plan's msa_icp_prefill_pool_bytes");
   check_selection(call, selection, s.plan.total_q);
 }
 
@@ -240,18 +214,18 @@ struct Fused {
     fold.carrier = carrier.data<int>();
     fold.carrier_head_stride = carrier.stride(0);
     fold.carrier_row_stride = carrier.stride(1);
-    fold.batch = as_int(s.plan.batch);
+    fold.batch = as_int(s.size.batch);
     fold.max_items = score.max_items;
     fold.max_blocks = score.max_blocks;
-    fold.num_ranges = as_int(s.plan.work_range.size(0));
+    fold.num_ranges = as_int(s.plan.packed_work_range.size(0));
     fold.tokens = score.tokens;
     fold.index_scale = s.info->index_scale;
     fold.index_offset = s.rank * s.info->index_scale / s.world_size;
     fold.force_begin_blocks = score.force_begin_blocks;
     fold.force_end_blocks = score.force_end_blocks;
-    const int64_t ctas = kFoldCtasPerItem * s.plan.max_items + ceil_div(s.plan.total_q, kFoldSweepTokens);
+    const int64_t ctas = kFoldCtasPerItem * s.size.max_items + ceil_div(s.plan.total_q, kFoldSweepTokens);
     chain[0] = score_launch(s, &score, device);
-    chain[1] = {kCommon, kPrefillFold, static_cast<unsigned>(ctas), 1, &fold, s.enable_pdl};
+    chain[1] = {kCommon, kPrefillFold, static_cast<unsigned>(ctas), 1, Params(&fold), s.enable_pdl};
     return 2;
   }
 };
@@ -269,70 +243,57 @@ bool set_tensor_maps(Call& call, PrefillScoreParams* p, int rows, int64_t pages)
          make_tensor_map(call, &p->key_map, p->keys, 3, key_sizes, key_strides, key_box);
 }
 
-// prefill_plan(launch, qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset,
-//              packed_work_range, packed_work_info, workspace, num_qo_heads, total_q, max_query_len, max_seq_len,
-//              multiprocessors)
+// prefill_plan, which takes the multiprocessors of its device after its call: the planner.
 MSA_EXPORT __tvm_ffi_prefill_plan(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Plan plan;
-  take_plan(call, &plan, kArguments);
-  const int64_t max_seq_len = call.integer("max_seq_len", 1, int64_t{kMaxItemBlocks} * kBlockTokens);
-  const int64_t multiprocessors = call.integer("multiprocessors", 1, INT32_MAX);
-  check_plan(call, &plan, multiprocessors, kArguments, true);
-  plan.columns = ceil_div(max_seq_len, kBlockTokens);
-  if (call.ok() && plan.max_items * plan.columns > INT32_MAX) {
-    call.fail("max_seq_len must make at most %d columns of %lld items, was %lld", INT32_MAX,
-              static_cast<long long>(plan.max_items), static_cast<long long>(max_seq_len));
+  const auto c = calls::PrefillPlan::take(call);
+  const int multiprocessors = as_int(call.integer("multiprocessors", 1, INT32_MAX));
+  const PlanSize size = check_plan(call, c, multiprocessors, "", true);
+  const int64_t columns = ceil_div(c.max_seq_len, kBlockTokens);
+  if (call.ok() && size.max_items * columns > INT32_MAX) {
+    call.fail("max_seq_len must make at most %d columns of %lld items, was %d", INT32_MAX,
+              static_cast<long long>(size.max_items), c.max_seq_len);
   }
   PrefillPlanParams params = {};
-  return finish<1>(call, launches && call.ok() && plan.batch > 0, [&](Device&, Launch* chain) {
-    params.qo_segment_lens = plan.qo_segment_lens.data<int>();
-    params.kv_segment_lens = plan.kv_segment_lens.data<int>();
-    params.qo_offset = plan.qo_offset.data<int>();
-    params.work_range = plan.work_range.data<long long>();
-    params.work_info = plan.work_info.data<long long>();
-    params.first_item = plan.workspace.data<int>();
+  return finish<1>(call, launches && call.ok() && size.batch > 0, [&](Device&, Launch* chain) {
+    params.qo_segment_lens = c.qo_segment_lens.data<int>();
+    params.kv_segment_lens = c.kv_segment_lens.data<int>();
+    params.qo_offset = c.qo_offset.data<int>();
+    params.work_range = c.packed_work_range.data<long long>();
+    params.work_info = c.packed_work_info.data<long long>();
+    params.first_item = c.workspace.data<int>();
     params.end_unit = params.first_item + kMaxSegments;
-    params.batch = as_int(plan.batch);
-    params.max_items = as_int(plan.max_items);
-    params.max_blocks = as_int(plan.columns);
-    params.num_ranges = as_int(multiprocessors);
-    chain[0] = {kCommon, kPrefillPlan, 1, 1, &params, false};
+    params.batch = as_int(size.batch);
+    params.max_items = as_int(size.max_items);
+    params.max_blocks = as_int(columns);
+    params.num_ranges = multiprocessors;
+    chain[0] = {kCommon, kPrefillPlan, 1, 1, Params(&params), false};
     return 1;
   });
 }
 
-// prefill_score(launch, q, k, block_table, <plan>, rank, tp, max_score, sm_scale, initialize, compact, enable_pdl,
-// exact), where <plan> is as for prefill_plan with `columns` in place of max_seq_len.
+// prefill_score: the prefill scorer, after a fill where rows are initialized.
 MSA_EXPORT __tvm_ffi_prefill_score(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Score s;
-  s.names = &kFields;
-  int64_t multiprocessors;
-  take_score(call, &s, "q", "k", "tp", &multiprocessors);
-  s.scores = call.tensor("max_score", Type::kFloat32, 3);
-  call.finite_number("sm_scale");
-  s.initialize = call.flag("initialize");
-  s.compact = call.flag("compact");
-  s.enable_pdl = call.flag("enable_pdl");
-  s.exact = call.flag("exact");
-  check_score(call, &s, multiprocessors);
-  refuse_compact_blocks(call, s);
+  const auto c = calls::PrefillScore::take(call);
+  Score s = make_own_score(call, c);
+  s.scores = c.max_score;
   call.expect_shape(s.scores, "[plan.total_q, heads, columns", s.plan.total_q, kHeads, kAny);
   call.expect_size(s.scores, 2, s.columns, INT32_MAX, "score columns");
   check_plane(call, s.scores);
   PrefillFillParams fill = {};
   PrefillScoreParams score;
-  return finish<2>(call, launches && call.ok() && s.plan.batch > 0, [&](Device& device, Launch* chain) {
+  return finish<2>(call, launches && call.ok() && s.size.batch > 0, [&](Device& device, Launch* chain) {
     int length = 0;
-    if (s.initialize) {
+    if (c.initialize) {
       fill.scores = s.scores.data<float>();
       fill.score_token_stride = s.scores.stride(0);
       fill.score_head_stride = s.scores.stride(1);
       fill.score_columns = as_int(s.scores.size(2));
-      chain[length++] = {kCommon, kPrefillFill, static_cast<unsigned>(s.plan.total_q * kHeads), 1, &fill, s.enable_pdl};
+      const unsigned rows = static_cast<unsigned>(s.plan.total_q * kHeads);
+      chain[length++] = {kCommon, kPrefillFill, rows, 1, Params(&fill), s.enable_pdl};
     }
     score = score_params(call, s, takes_tensor_maps(device));
     chain[length++] = score_launch(s, &score, device);
@@ -340,99 +301,65 @@ MSA_EXPORT __tvm_ffi_prefill_score(void*, const TVMFFIAny* args, int32_t count, 
   });
 }
 
-// select_prefill(launch, scores, num_valid_pages, carrier, force_begin_blocks, force_end_blocks, index_scale,
-//                index_offset)
+// select_prefill: the prefill selection.
 MSA_EXPORT __tvm_ffi_select_prefill(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Selection s;
-  s.scores = call.tensor("scores", Type::kFloat32, 3);
-  s.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  const Tensor carrier = call.tensor("carrier", Type::kInt32, 3);
-  take_forced_blocks(call, &s);
-  take_index_map(call, &s);
+  const auto c = calls::SelectPrefill::take(call);
+  const Selection s = mapped_selection(c, c.scores);
   check_selected_plane(call, s.scores);
   const int64_t tokens = call.ok() ? s.scores.size(0) : 0;
   check_selection(call, s, tokens);
-  check_carrier(call, carrier, tokens);
+  check_carrier(call, c.carrier, tokens);
   SelectPrefillParams params;
   return finish<1>(call, launches && tokens > 0, [&](Device& device, Launch* chain) {
-    params = select_params(s, carrier, tokens, s.scores.size(2));
+    params = select_params(s, c.carrier, tokens, s.scores.size(2));
     chain[0] = select_launch(&params, device);
     return 1;
   });
 }
 
-// prefill_score_select(launch, q, k, block_table, <plan>, rank, tp, num_valid_pages, pool, carrier, compact,
-//                      force_begin_blocks, force_end_blocks, enable_pdl, exact): the fused chain
+// prefill_score_select: the fused chain.
 MSA_EXPORT __tvm_ffi_prefill_score_select(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Score s;
-  s.names = &kFields;
-  int64_t multiprocessors;
-  take_score(call, &s, "q", "k", "tp", &multiprocessors);
-  Selection selection;
-  selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  s.pool = call.tensor("pool", Type::kUInt8, 1);
-  const Tensor carrier = call.tensor("carrier", Type::kInt32, 3);
-  s.compact = call.flag("compact");
-  take_forced_blocks(call, &selection);
-  selection.index_scale = 1;  // the layout has the map
-  selection.index_offset = 0;
-  s.enable_pdl = call.flag("enable_pdl");
-  s.exact = call.flag("exact");
-  check_score(call, &s, multiprocessors);
-  refuse_compact_blocks(call, s);
+  const auto c = calls::PrefillScoreSelect::take(call);
+  Score s = make_own_score(call, c);
+  s.pool = c.pool;
+  const Selection selection = forced_selection(c);
   if (call.ok() && !s.compact && s.info->index_scale > 1) {
     call.fail("compact must be True for 256-token pages (%d rows times tp %d), was False", s.info->rows, s.world_size);
   }
   check_fused(call, s, selection);
-  check_carrier(call, carrier, s.plan.total_q);
+  check_carrier(call, c.carrier, s.plan.total_q);
   Fused fused;
-  return finish<2>(call, launches && call.ok() && s.plan.batch > 0, [&](Device& device, Launch* chain) {
-    return fused.launches(call, s, selection, carrier, device, chain);
+  return finish<2>(call, launches && call.ok() && s.size.batch > 0, [&](Device& device, Launch* chain) {
+    return fused.launches(call, s, selection, c.carrier, device, chain);
   });
 }
 
-// prefill_local(launch, query, index_k, block_table, <plan>, rank, world_size, score_scratch, num_valid_pages,
-//               carrier_view, force_begin_blocks, force_end_blocks, index_scale, index_offset, pool, short_scratch,
-//               exact): the facade's scorer and selection, with a column a page; with a pool the fused chain, unless
-// the window fits into the facade's own scratch for short ones. Everything is checked before the first launch.
+// prefill_local: the indexer's scorer and selection, with a column per page; with a pool the fused chain, unless the
+// window fits into the indexer's own scratch for short ones. Everything is checked before the first launch.
 MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny*) {
   Call call(args, count);
   const bool launches = take_launch(call);
-  Score s;
-  s.names = &kWindowFields;
-  int64_t multiprocessors;
-  take_score(call, &s, "query", "index_k", "world_size", &multiprocessors);
-  const Tensor scratch = call.optional_tensor("score_scratch", Type::kFloat32, 3);
-  Selection selection;
-  selection.num_valid_pages = call.tensor("num_valid_pages", Type::kInt32, 1);
-  const Tensor carrier = call.tensor("carrier_view", Type::kInt32, 3);
-  take_forced_blocks(call, &selection);
-  take_index_map(call, &selection);
-  s.pool = call.optional_tensor("pool", Type::kUInt8, 1);
-  const Tensor short_scratch = call.optional_tensor("short_scratch", Type::kFloat32, 3);
-  s.exact = call.flag("exact");
-  if (call.ok() && !scratch && !s.pool) call.fail("score_scratch must be a dense tensor, was None");
-  s.initialize = s.enable_pdl = false;
-  s.compact = true;
-  check_score(call, &s, multiprocessors);
+  const auto c = calls::PrefillLocal::take(call);
+  if (!c.pool) call.expect_given(c.score_scratch);
+  Score s = make_score(call, c, c.query, c.index_k, c.window_plan, c.world_size, true, "window_plan.");
+  s.pool = c.pool;
+  Selection selection = mapped_selection(c, c.score_scratch);
   if (call.ok() && s.info->index_scale != selection.index_scale) {
     call.fail("index_k must have %d rows a page, had %d", kBlockTokens * selection.index_scale / s.world_size,
               s.info->rows);
   }
   if (s.pool) {
     check_fused(call, s, selection);
-    const bool fits =
-        call.ok() && short_scratch && s.plan.total_q <= short_scratch.size(0) && s.columns <= short_scratch.size(2);
-    if (fits) s.scores = short_scratch;
+    const Tensor& scratch = c.short_scratch;
+    if (call.ok() && scratch && s.plan.total_q <= scratch.size(0) && s.columns <= scratch.size(2)) s.scores = scratch;
   } else {
-    s.scores = scratch;
+    s.scores = c.score_scratch;
     if (call.ok() && s.columns >= kMaxScoreColumns) {
-      call.fail("window_plan.columns must make fewer than %d score columns, was %lld", kMaxScoreColumns,
-                static_cast<long long>(s.plan.columns));
+      call.fail("window_plan.columns must make fewer than %d score columns, was %d", kMaxScoreColumns, s.plan.columns);
     }
     call.expect_shape(s.scores, "[at least window_plan.total_q, heads, columns", kAny, kHeads, kAny);
     call.expect_size(s.scores, 0, s.plan.total_q, INT64_MAX, "query tokens");
@@ -440,22 +367,22 @@ MSA_EXPORT __tvm_ffi_prefill_local(void*, const TVMFFIAny* args, int32_t count, 
     check_plane(call, s.scores);
     check_selection(call, selection, s.plan.total_q);
   }
-  check_carrier(call, carrier, s.plan.total_q);
+  check_carrier(call, c.carrier_view, s.plan.total_q);
   selection.scores = s.scores;
   Fused fused;
   PrefillScoreParams score;
   SelectPrefillParams select;
   return finish<2>(
-      call, launches && call.ok() && s.plan.batch > 0,
+      call, launches && call.ok() && s.size.batch > 0,
       [&](Device& device, Launch* chain) {
-        if (!s.scores) return fused.launches(call, s, selection, carrier, device, chain);
+        if (!s.scores) return fused.launches(call, s, selection, c.carrier_view, device, chain);
         score = score_params(call, s, takes_tensor_maps(device));
-        select = select_params(selection, carrier, s.plan.total_q, s.columns);
+        select = select_params(selection, c.carrier_view, s.plan.total_q, s.columns);
         chain[0] = score_launch(s, &score, device);
         chain[1] = select_launch(&select, device);
         return 2;
       },
-      &s.k.keys);
+      &s.k);
 }
 
 }  // namespace msa_icp

@@ -13,9 +13,9 @@ class PrefillTuning(NamedTuple):
     short_tokens: int = 0
 
 
-# On an H200, the fused chain is slower than scorer and selection in every window of docs/benchmarks.md: 1.3 to 1.5 times
-# with 8192 tokens of 128K, several times with few tokens. Sorting candidates costs the scorer's warps more than the
-# selection does, which reads scores from the L2 cache where they fit it.
+# On an H200, the fused chain is slower than scorer and selection in every window of docs/benchmarks.md: 1.3 to 1.5
+# times with 8192 tokens of 128K, several times with few tokens. Sorting candidates costs the scorer's warps more than
+# the selection does, which reads scores from the L2 cache where they fit it.
 PREFILL: dict[tuple[str, str], PrefillTuning] = {
     ("sm_90a", "p128_tp2"): PrefillTuning(),
     ("sm_90a", "p128_tp4"): PrefillTuning(),

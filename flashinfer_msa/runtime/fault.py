@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from ..abi.schema import FAULT_FIELDS, FAULT_WAITS, ROW_KINDS
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -22,7 +24,7 @@ class Fault:
     """
 
     wait: Literal["publish", "merge"]
-    form: Literal["legacy", "tagged"]
+    row_kind: Literal["legacy", "tagged"]
     rank: int | None
     slot: int | None
     peer: int
@@ -36,7 +38,7 @@ class Fault:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
         where = "" if self.slot is None else f" of slot set {self.slot}"
         on = "" if self.device is None else f" on cuda:{self.device}"
-        row = f"the {self.form} receive row {self.row} (owned head {self.head}){where}"
+        row = f"the {self.row_kind} receive row {self.row} (owned head {self.head}){where}"
         if self.wait == "publish":
             what = f"for rank {self.peer} to merge and release {row}"
             advice = (
@@ -47,16 +49,15 @@ class Fault:
             what = f"for rank {self.peer} to publish {row}"
             advice = (
                 f"Either rank {self.peer} stopped or never published this layer, the ranks disagree on slot, capacity "
-                "or row form, or the receive storage and counters were not zeroed together."
+                "or row kind, or the receive storage and counters were not zeroed together."
             )
         took = f" ({self.seconds:.3g} s)" if self.seconds else ""
         waited = "waits in vain" if self.polls is None else f"waited {self.polls} polls{took}"
         return f"{who}{on} {waited} {what}, and gives up. {advice} Restart the ranks of the group."
 
 
-_FIELDS = ("complete", "wait", "form", "rank", "slot", "peer", "head", "row", "polls", "milliseconds")
-_WAITS: dict[int, Literal["publish", "merge"]] = {1: "publish", 2: "merge"}
-_FORMS: dict[int, Literal["legacy", "tagged"]] = {0: "legacy", 1: "tagged"}
+_WAIT_NAMES = {value: name for name, value in FAULT_WAITS.items()}
+_ROW_KIND_NAMES = {value: name for name, value in ROW_KINDS.items()}
 
 
 def last_fault() -> Fault | None:
@@ -78,17 +79,17 @@ def faults() -> Iterator[Fault]:
         return
     field = native.operation("fault_field")
     for device in range(torch.cuda.device_count()):
-        words = {name: field(device, i) for i, name in enumerate(_FIELDS)}
-        if words["complete"]:
+        record = {name: field(device, name) for name in FAULT_FIELDS}
+        if record["complete"]:
             yield Fault(
-                wait=_WAITS[words["wait"]],
-                form=_FORMS[words["form"]],
-                rank=None if words["rank"] < 0 else words["rank"],
-                slot=None if words["slot"] < 0 else words["slot"],
-                peer=words["peer"],
-                head=words["head"],
-                row=words["row"],
-                polls=words["polls"],
+                wait=_WAIT_NAMES[record["wait"]],  # type: ignore[arg-type]
+                row_kind=_ROW_KIND_NAMES[record["row_kind"]],  # type: ignore[arg-type]
+                rank=None if record["rank"] < 0 else record["rank"],
+                slot=None if record["slot"] < 0 else record["slot"],
+                peer=record["peer"],
+                head=record["head"],
+                row=record["row"],
+                polls=record["polls"],
                 device=device,
-                seconds=words["milliseconds"] / 1000,
+                seconds=record["milliseconds"] / 1000,
             )

@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..abi.calls import schema_digest
 from ..layout import LAYOUTS
 from ..manifest import load_manifest
 
@@ -28,7 +30,9 @@ def library() -> Any:
 def _load_library() -> Any:
     import tvm_ffi
 
-    module = tvm_ffi.load_module(str(load_manifest().launcher()))
+    path = load_manifest().launcher()
+    module = tvm_ffi.load_module(str(path))
+    _require_schema(module, path)
     for layout in LAYOUTS.values():
         module.add_layout(
             layout.name,
@@ -40,6 +44,20 @@ def _load_library() -> Any:
         )
     module.set_loader(tvm_ffi.convert(_load_device))
     return module
+
+
+def _require_schema(module: Any, path: Path) -> None:
+    """Refuse a launcher that takes other arguments than this package passes."""
+    try:
+        compiled = module["schema_digest"]()
+    except AttributeError:  # it is from before launchers had one
+        compiled = "none"
+    expected = schema_digest()
+    if compiled != expected:
+        raise RuntimeError(
+            f"{path} must have been built from this version of the package: the digest of its schema must be "
+            f"{expected}, was {compiled}; build it again with `flashinfer-msa build`, or reinstall the package"
+        )
 
 
 def is_loaded() -> bool:

@@ -78,11 +78,11 @@ def test_a_rank_that_is_gone_is_named(
     record_property(f"seconds of {name}", round(seconds, 3))
     assert "error" in found and fault is not None, found
     assert (fault["rank"], fault["peer"], fault["slot"], fault["wait"]) == (0, 1, 0, wait), fault
-    assert fault["form"] == ("tagged" if tagged else "legacy") and fault["row"] >= 0, fault
+    assert fault["row_kind"] == ("tagged" if tagged else "legacy") and fault["row"] >= 0, fault
     action = "publish" if wait == "merge" else "merge and release"
     words = [
         "rank 0 on cuda:0 waited",
-        f"for rank 1 to {action} the {fault['form']} receive row {fault['row']}",
+        f"for rank 1 to {action} the {fault['row_kind']} receive row {fault['row']}",
         "of slot set 0",
         "Restart the ranks of the group",
     ]

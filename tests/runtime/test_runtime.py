@@ -19,6 +19,7 @@ import torch
 
 import flashinfer_msa
 from flashinfer_msa import last_fault, msa_ops
+from flashinfer_msa.abi.schema import FAULT_FIELDS
 from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.manifest import DATA, CubinSet, Manifest, load_manifest, read_manifest
 from flashinfer_msa.runtime import fault, loader, native
@@ -472,19 +473,19 @@ def test_the_launcher_checks_what_the_loader_gives_it(arguments: Sequence[Any], 
             Fault("merge", "legacy", 0, 1, 1, 1, 4, 5),
             "rank 0 waited 5 polls for rank 1 to publish the legacy receive row 4 (owned head 1) of slot set 1, and "
             "gives up. Either rank 1 stopped or never published this layer, the ranks disagree on slot, capacity or "
-            "row form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
+            "row kind, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
         ),
         (
             Fault("merge", "tagged", None, None, 2, 0, 9, 5, 3),
             "a rank on cuda:3 waited 5 polls for rank 2 to publish the tagged receive row 9 (owned head 0), and gives "
             "up. Either rank 2 stopped or never published this layer, the ranks disagree on slot, capacity or row "
-            "form, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
+            "kind, or the receive storage and counters were not zeroed together. Restart the ranks of the group.",
         ),
         (
             Fault("merge", "tagged", 1, 0, 0, 0, 2, 1 << 21, 0, 1.503),
             "rank 1 on cuda:0 waited 2097152 polls (1.5 s) for rank 0 to publish the tagged receive row 2 (owned head "
             "0) of slot set 0, and gives up. Either rank 0 stopped or never published this layer, the ranks disagree "
-            "on slot, capacity or row form, or the receive storage and counters were not zeroed together. Restart the "
+            "on slot, capacity or row kind, or the receive storage and counters were not zeroed together. Restart the "
             "ranks of the group.",
         ),
     ),
@@ -497,20 +498,19 @@ def test_there_is_no_fault_before_one_happens() -> None:
     assert last_fault() is None
     merge_nothing()
     assert last_fault() is None and flashinfer_msa.Fault is Fault
-    assert [native.operation("fault_field")(63, field) for field in range(10)] == [0] * 10
+    assert [native.operation("fault_field")(63, field) for field in FAULT_FIELDS] == [0] * len(FAULT_FIELDS)
 
 
 def fake_records(monkeypatch: pytest.MonkeyPatch, *records: Sequence[int]) -> None:
     """Devices whose fault records hold these words."""
     native.library()  # there is no fault to look for before
     real = native.operation
-    words = {"fault_field": lambda device, field: records[device][field]}
+    words = {"fault_field": lambda device, field: records[device][FAULT_FIELDS.index(field)]}
     monkeypatch.setattr(native, "operation", lambda name: words.get(name) or real(name))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(records))
 
 
-# complete, wait, form, rank, slot, peer, head, row, polls, milliseconds
-EMPTY = (0,) * 10
+EMPTY = (0,) * len(FAULT_FIELDS)
 
 
 @pytest.mark.parametrize(
