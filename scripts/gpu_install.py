@@ -93,7 +93,7 @@ def main(output: Path, wheel: Path | None) -> None:
     try:
         prepare(theirs, 0)
     except (AttributeError, ValueError, RuntimeError, NotImplementedError) as error:
-        click.echo(f"FlashInfer {flashinfer.__version__} alone: {type(error).__name__}: {error}")
+        click.echo(f"FlashInfer {flashinfer.__version__} by itself: {type(error).__name__}: {error}")
     else:
         raise click.ClickException(f"FlashInfer {flashinfer.__version__} needs no help on this GPU")
 

@@ -256,7 +256,7 @@ def decode_rows(
     rows: list[Row] = []
     if SCORE in jobs:
         rows.append({"job": SCORE, **common, **_score_figures(case, ceilings)})
-    note = "peers' rows pre-published; a copy that re-arms all chains of a replay measured alone and subtracted"
+    note = "peers' rows pre-published; a copy that re-arms all chains of a replay is measured separately and subtracted"
     for job in CHAINS:
         if job in jobs:
             rows.append({"job": job, **common, "us": case.chain_us(fused=job == CHAINS[1]), "note": note})
@@ -352,5 +352,5 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
                 "job": "merge",
                 **shape,
                 "us": us,
-                "note": "a counter reset a step measured alone and subtracted",
+                "note": "one counter reset per step is measured separately and subtracted",
             }

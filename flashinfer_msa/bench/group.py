@@ -184,7 +184,7 @@ def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[
     }
     us = group_us(ranks, [exchange] * MIN_CALLS, lead_in)
     sent = NUM_HEADS * tokens * ROW_WORDS * 4 * (layout.world_size - 1) // layout.world_size
-    note = "all-to-all of the carriers; bytes are those that a rank sends to others"
+    note = "all-to-all of the carriers; bytes are those that one rank sends to the others"
     yield {
         "job": "prefill_chain",
         "name": "exchange",

@@ -329,5 +329,5 @@ def balance_rows(layout: Layout) -> Iterator[Row]:
         "flops": case.flops,
         "tflops": case.flops / whole / 1e6,
         "note": "1024 tokens of 128K and forty times 100 of 200 to 8000; the mean time of a multiprocessor's range, "
-        f"each run alone, is {statistics.mean(times) / max(times):.2f} of the longest",
+        f"each run by itself, is {statistics.mean(times) / max(times):.2f} of the longest",
     }

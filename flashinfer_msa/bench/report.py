@@ -20,7 +20,7 @@ TITLES = {
     "prefill_plan": "Prefill planner",
     "prefill_score": "Prefill scorer, beside an FP8 matrix product; the exact one beside an FP16 one",
     "prefill_select": "Prefill selection; of random scores beside a streaming read of them",
-    "prefill_chain": "Prefill chains: score, select and merge, without the exchange, and score and select alone",
+    "prefill_chain": "Prefill chains: score, select and merge, without the exchange, and only score and select",
     "prefill_fused": "Fused prefill chain, beside score and select as two launches",
     "host": "Host time",
     "load": "What an installed package takes before its first call",
