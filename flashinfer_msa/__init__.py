@@ -15,7 +15,8 @@ from .version import __version__
 if TYPE_CHECKING:
     from . import comm, msa_ops
     from .integrations.flashinfer import Registration, register, registered, unregister
-    from .runtime.fault import Fault, last_fault
+    from .runtime.fault import Fault
+    from .runtime.native import last_fault
 
 __all__ = [
     "Fault",
@@ -31,7 +32,8 @@ __all__ = [
 
 _MODULE_OF = {
     **dict.fromkeys(("Registration", "register", "registered", "unregister"), ".integrations.flashinfer"),
-    **dict.fromkeys(("Fault", "last_fault"), ".runtime.fault"),
+    "Fault": ".runtime.fault",
+    "last_fault": ".runtime.native",
 }
 
 

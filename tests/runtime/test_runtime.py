@@ -22,7 +22,7 @@ from flashinfer_msa import last_fault, msa_ops
 from flashinfer_msa.abi.schema import FAULT_FIELDS
 from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.manifest import DATA, CubinSet, Manifest, load_manifest, read_manifest
-from flashinfer_msa.runtime import fault, loader, native
+from flashinfer_msa.runtime import loader, native
 from flashinfer_msa.runtime.fault import Fault
 from flashinfer_msa.runtime.loader import Kernels
 
@@ -138,7 +138,7 @@ def test_what_the_loader_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPat
         except BaseException as error:
             raise RuntimeError(str(error)) from None
 
-    monkeypatch.setattr(loader, "load_device", fail)
+    monkeypatch.setattr(native, "_device_loader", [fail])
     with pytest.raises(kind, match="on purpose") as caught:
         native.invoke(launch)
     assert caught.value.__cause__ is cause
@@ -536,7 +536,7 @@ def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # The call's tensors are on no CUDA device, like the second record: the first is another device's.
     record = Fault("merge", "tagged", None, None, 1, 0, 9, 4)
     records = [Fault("publish", "legacy", 0, 1, 1, 0, 9, 4, 5), record]
-    monkeypatch.setattr(fault, "faults", lambda: iter(records))
+    monkeypatch.setattr(native, "faults", lambda: iter(records))
 
     def operation(name: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -551,7 +551,7 @@ def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an earlier wait on cuda:1 ran out" in str(caught.value.__cause__)
     # A bad argument is reported as one, fault or not.
     monkeypatch.undo()
-    monkeypatch.setattr(fault, "faults", lambda: iter(records))
+    monkeypatch.setattr(native, "faults", lambda: iter(records))
     with pytest.raises(ValueError, match=r"^output must be torch.int32, was torch.float32"):
         merge_nothing(output=torch.zeros(0, 2, 16))
 
