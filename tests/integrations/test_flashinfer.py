@@ -571,8 +571,8 @@ def errors_are_ours() -> None:
 
 @check()
 def calls_and_compiled_calls() -> None:
-    """What ``test_torch_compile`` has ``flashinfer_msa.msa_ops`` do, eager and in one graph, the functions here do."""
-    import test_torch_compile as compiled
+    """What ``test_compiled`` has ``flashinfer_msa.msa_ops`` do, eager and in one graph, the functions here do."""
+    import test_compiled as compiled
 
     flashinfer_msa.register()
     with warnings.catch_warnings(), patched(compiled, msa_ops=fi()):
@@ -587,7 +587,7 @@ def calls_and_compiled_calls() -> None:
 
 
 def prefill_step() -> Any:
-    from test_torch_compile import LAYOUT, PrefillProblem
+    from test_compiled import LAYOUT, PrefillProblem
 
     made = PrefillProblem.random(LAYOUT, query_lens=(40, 0, 70), kv_lens=(500, 0, 1500), padding=5)
     _ = made.segments, made.num_valid_pages
