@@ -597,7 +597,7 @@ def test_kernels_are_found_and_listed_without_optional_packages() -> None:
         from flashinfer_msa import Fault, comm, last_fault, msa_ops
         from flashinfer_msa.cli import main
         from flashinfer_msa.runtime.loader import find_kernels
-        from flashinfer_msa.runtime.manifest import load_manifest
+        from flashinfer_msa.manifest import load_manifest
 
         manifest = load_manifest()
         assert manifest.sets and last_fault() is None
