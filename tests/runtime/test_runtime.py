@@ -595,7 +595,7 @@ def test_kernels_are_found_and_listed_without_optional_packages() -> None:
         for name in ("flashinfer", "jinja2", "ninja", "setuptools", "ziglang", "elftools"):
             sys.modules[name] = None  # importing it raises ImportError
         from flashinfer_msa import Fault, comm, last_fault, msa_ops
-        from flashinfer_msa.cli import main
+        from flashinfer_msa.cli.main import main
         from flashinfer_msa.runtime.loader import find_kernels
         from flashinfer_msa.manifest import load_manifest
 
