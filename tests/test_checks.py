@@ -111,14 +111,17 @@ class Call:
         before = self.images(**changes)
         try:
             self(**changes)
+            fault = f"raised nothing instead of a ValueError that says {says!r}"
         except ValueError as error:
-            if not re.fullmatch(says, str(error), re.DOTALL):
-                return f"said {str(error)!r} instead of {says!r}"
+            fault = "" if re.fullmatch(says, str(error), re.DOTALL) else f"said {str(error)!r} instead of {says!r}"
         except Exception as error:
-            return f"raised {error!r} instead of a ValueError that says {says!r}"
-        else:
-            return f"raised nothing instead of a ValueError that says {says!r}"
-        return "" if all(torch.equal(now, then) for now, then in before) else "wrote something before it raised"
+            fault = f"raised {error!r} instead of a ValueError that says {says!r}"
+        if not fault and not all(torch.equal(now, then) for now, then in before):
+            fault = "wrote something before it raised"
+        if fault:
+            # The call may have run, so later cases get a fresh one.
+            refusing.cache_clear()
+        return fault
 
     def refuses(self, says: str, **changes: Any) -> None:
         """Assert a ``ValueError`` whose whole text matches ``says``, and that nothing was written."""
@@ -355,7 +358,7 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
 
 @cache
 def refusing(name: str) -> Call:
-    """A valid call for tests that only see it refuse. A refused call writes nothing, so they all share it."""
+    """A valid call for tests that only see it refuse. Refusals write nothing, so they share it until one fails."""
     return make_call(name)
 
 
@@ -629,9 +632,9 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rules in RULES.items() for rule in rules], ids=named)
 def test_bad_tensors_are_refused(name: str, rule: Rule) -> None:
-    call = refusing(name)
     faults = []
     for what, mutate in mutations(rule):
+        call = refusing(name)
         value, says = mutate(call[rule.name])
         faults.append((what, call.fault(f"{re.escape(rule.name)} {says}", **{rule.name: value})))
     assert_no_faults(faults)
@@ -1097,10 +1100,10 @@ def comm_mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
 @pytest.mark.parametrize("name", ("decode", "decode+"), ids=("legacy", "tagged"))
 @pytest.mark.parametrize("rule", COMM_RULES, ids=named)
 def test_bad_receive_storage_is_refused(rule: Rule, name: str) -> None:
-    call = refusing(name)
-    comm, indexer = call["comm"], call.function.__self__  # type: ignore[attr-defined]
     faults = []
     for what, mutate in comm_mutations(rule):
+        call = refusing(name)
+        comm, indexer = call["comm"], call.function.__self__  # type: ignore[attr-defined]
         value, says = mutate(getattr(comm, rule.name))
         bad = replace(comm, **{rule.name: value})
         check = Call(indexer.check_comm, {"comm": bad}, call.watched)
