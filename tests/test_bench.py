@@ -46,7 +46,7 @@ def check_row(row: Any) -> None:
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Makes tensors that are asked for on a GPU on the CPU."""
+    """Creates on the CPU every tensor that is requested on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -109,7 +109,7 @@ def always(us: float) -> Callable[[PeerInputs], Any]:
 
 
 def two_peers(report: Callable[[str], None] = print) -> Peers:
-    """A peer that does everything, and one that has a chain alone, which fails."""
+    """A peer that does everything, and one that has only a chain, which fails."""
 
     def fail(inputs: PeerInputs) -> Any:
         raise RuntimeError("no kernel\nfor this")
@@ -140,7 +140,7 @@ def test_decode_rows(stub_clock: list[int], name: str) -> None:
         ("decode_chain", "Good 1.0"),
     ]
     assert f"{1000 // layout.world_size} keys a request, {layout.heads_per_rank} heads" in compared[0]["note"]
-    # What is left of a graph of one re-arming and many chains after the re-arming, by the chain.
+    # The time per chain of a graph that re-arms once and runs many chains, less the re-arming.
     chains = max(stub_clock) - 1
     us = pytest.approx((2.0 * (chains + 1) - 0.5) / chains)
     assert [row["us"] for row in own] == [2.0, us, us]
@@ -264,7 +264,7 @@ def test_fused_and_separate_chains_write_the_same_rows(stub_clock: list[int], na
 
 
 def test_the_last_tokens_of_a_case_are_a_case(stub_clock: list[int]) -> None:
-    """A part of a window selects what the whole window selects for its tokens."""
+    """The last tokens of a window select the same blocks as in the whole window."""
     whole = bench.PrefillCase.make(LAYOUTS["p256_tp4"], [(40, 3000)], cold=True)
     whole.local(whole.make_plan(), whole.keys[0])
     wanted = whole.carrier[:, -5:].clone()
@@ -346,7 +346,7 @@ def test_host_rows(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class FakeEvent:
-    """An event that lies a millisecond after the one recorded before it."""
+    """An event one millisecond after the event recorded before it."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -386,7 +386,7 @@ def measure_group(rank: int, name: str) -> list[Row]:
 
 
 def test_rows_of_ranks_in_processes() -> None:
-    """Every rank runs the same layers; a layer takes as long as on the slowest, and rank 0 compares."""
+    """Every rank runs the same layers. A layer takes as long as on the slowest rank, and rank 0 compares with peers."""
     with ProcessGroup(2) as processes:
         first, second = processes.run(measure_group, "p256_tp2", timeout=100)
     for row in first + second:
@@ -459,7 +459,7 @@ def test_peers_that_are_not_installed_are_told_and_left_out(monkeypatch: pytest.
 
 
 def test_calls_of_the_peers(stub_clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each peer's functions get what they document, of the same inputs."""
+    """Every peer's functions get their documented arguments, made from the same inputs."""
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def fake(module: str, *names: str) -> None:
@@ -633,7 +633,7 @@ def test_the_prefill_plot_has_a_panel_a_layout_and_a_line_a_context() -> None:
     assert {line.get_color() for line in points} == {lines["context 32K"].get_color()}
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown[1:] == ["context 8K", "context 32K", "FlashInfer 0.7.4", "vLLM"]
-    # Those of every panel are on one scale, which shows all of them.
+    # All panels share one scale, which shows every line.
     assert len({axes.get_ylim() for axes in panels.values()}) == 1 and figure.axes[0].get_ylim()[1] > 2056
     assert len(plot([], "nothing").axes) == 0
 
@@ -691,7 +691,7 @@ def test_steps_of_the_jobs_cover_layouts_and_shapes() -> None:
     jobs = Jobs([LAYOUTS["p128_tp2"], LAYOUTS["p256_tp4"]])
     labels = [step.label for step in jobs.decode()]
     assert "P256-TP4, 32 x 128K, query length 8, cold" in labels and "P256-TP4, 1 x 1M, query length 1, warm" in labels
-    # 64 MiB of keys stay in no L2 cache.
+    # No L2 cache holds 64 MiB of keys.
     assert "P128-TP2, 1 x 1M, query length 1, cold" in labels and "P128-TP2, 1 x 1M, query length 1, warm" not in labels
     assert "P128-TP2, ragged batch" in labels and "publisher and merge" in labels
     warm = [step.label for step in jobs.decode(temperatures=(False,))]
@@ -890,7 +890,7 @@ def test_without_kernels_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_record_run_writes_after_each_step(
     load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What has been measured before a run ends too early is not lost."""
+    """A run that ends early keeps the rows that it has measured."""
     script = load_script("gpu_bench")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
