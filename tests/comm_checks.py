@@ -192,7 +192,7 @@ def decode(rank: int, layout: str, tagged: bool, place: Place) -> None:
 
 
 def late_rank(rank: int, place: Place) -> None:
-    """A rank that comes late is waited for, at the allocation and at a layer."""
+    """The others wait for a late rank, at the allocation and in a layer."""
     layout = LAYOUTS[f"p128_tp{dist.get_world_size()}"]
     plan = place.plan(rank, layout)
     late = rank == layout.world_size - 1
@@ -224,7 +224,7 @@ def legacy_publisher_waits(rank: int) -> None:
 
 
 def waits_that_run_out(rank: int, tagged: bool) -> None:
-    """A peer that does nothing ends a wait by polls or by seconds, in words, of the facade and of bare functions."""
+    """A wait for an idle peer ends after its polls or seconds with a clear error, in the facade and in functions."""
     place = Place()
     form = "tagged" if tagged else "legacy"
     row = rf"the {form} receive row 0 \(owned head 0\) of slot set 2"
@@ -402,7 +402,7 @@ def closing(rank: int, place: Place) -> None:
         decode_layers([Rank(plan, again)], True, layers=4)
     assert again.closed
 
-    # Nobody waits for a rank that leaves by an exception.
+    # The others do not wait for a rank that raises.
     begin = time.monotonic()
     try:
         with place.comm(plan) as third:
@@ -456,7 +456,7 @@ def carriers_of(world_size: int, tokens: int, device: Any) -> list[torch.Tensor]
 
 
 def exchanging(rank: int, place: Place) -> None:
-    """The exchange is the one that the simulation does, whatever the tokens and the group."""
+    """The exchange equals the simulated one, for every number of tokens and every group."""
     world_size = dist.get_world_size()
     plan = place.plan(rank, LAYOUTS[f"p128_tp{world_size}"])
     for group in (None, dist.new_group(list(range(world_size)))):

@@ -75,7 +75,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
 
 
 def come_late(rank: int, tagged: bool, seconds: float) -> None:
-    """Rank 1 comes to a layer so many seconds late, which is no fault."""
+    """Rank 1 reaches a layer ``seconds`` late, which is no fault."""
     (side,) = _sides
     begin = time.monotonic()
     if rank == 1:

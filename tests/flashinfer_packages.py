@@ -102,7 +102,7 @@ def _download(version: str, folder: str) -> None:
 
 
 def _move(made: Path, place: Path) -> Path:
-    """Put ``made`` in its place, unless another process was first."""
+    """Move ``made`` to its path, unless another process was first."""
     try:
         made.rename(place)
     except OSError:

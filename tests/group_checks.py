@@ -51,7 +51,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "long": {"query_lens": (900, 1), "kv_lens": (18000, 2000)},
 }
 WAYS = ("eager", "prepared", "layer graphs", "graph", "graph of prepared")
-"""How a step is launched; the last two on a GPU alone."""
+"""How a step is launched; the last two only on a GPU."""
 PREFILL_CASES = list(itertools.product(WINDOWS, CHAINS, WAYS[:4]))
 """Window, chain and way."""
 _LONGEST = 20001

@@ -126,7 +126,7 @@ def test_a_manifest_of_odd_contents_says_what_to_do(tmp_path: Path, change: Call
 
 @pytest.mark.parametrize("kind", (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError, ValueError))
 def test_what_the_loader_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
-    """The launcher, which calls it, passes on a text alone."""
+    """The launcher calls the loader, and passes on only a text."""
     cause = OSError("no space")
 
     def fail(index: int) -> None:
@@ -231,7 +231,7 @@ def manifest_of(architectures: dict[str, tuple[int, int]], majors: Sequence[int]
     ("architectures", "capability", "expected"),
     (
         *((ALL, capability, name) for name, capability in ALL.items()),
-        # Architecture-specific code runs on its own capability alone, and nothing runs on an older or another major.
+        # Architecture-specific code runs only on its own capability; no code runs on an older or another major.
         (ALL, (9, 1), None),
         (ALL, (10, 1), None),
         (ALL, (10, 4), None),
