@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the manual of docs/ as HTML, with warnings as errors: ``build_docs.py [OUT]``, build/docs by default.
 
-Needs the ``docs`` extra; the reference is made of the docstrings of this checkout.
+It needs the ``docs`` extra. The reference is made from the docstrings of this checkout.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ sys.path.insert(0, str(ROOT))
 
 
 def main() -> int:
-    """Build, and return Sphinx's exit status."""
+    """Build the manual and return Sphinx's exit status."""
     try:
         from sphinx.cmd.build import build_main
     except ModuleNotFoundError:
         raise SystemExit("Sphinx is not installed. Run: pip install furo myst-parser sphinx") from None
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
-    # Doctrees beside the pages would be published with them.
+    # Doctrees in the output folder would be published with the pages.
     doctrees = out.parent / f".{out.name}.doctrees"
     status = build_main(["-W", "--keep-going", "-q", "-b", "html", "-d", str(doctrees), str(ROOT / "docs"), str(out)])
     if not status:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks wheels: tag, size, what their manifests name, and that their launchers load on what the tag promises.
+"""Checks wheels: tag, size, the files of the manifest, and that the launcher loads on every system of the tag.
 
     scripts/check_wheel.py --arch sm_90a WHEEL...
 
-auditwheel looks at the same, but refuses libtvm_ffi.so, which comes from the package apache-tvm-ffi.
+auditwheel checks the same, but it refuses libtvm_ffi.so, which comes from the package apache-tvm-ffi.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flashinfer_msa.manifest import SCHEMA
 LIMIT_BYTES = 10 * 2**20
 DATA = "flashinfer_msa/data/"
 LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-aarch64.so.1"}
-"""Libraries of glibc that a launcher may need, besides tvm-ffi's."""
+"""Libraries of glibc that a launcher may need besides tvm-ffi's library."""
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 
 
 def check(wheel: Path, architectures: Iterable[str]) -> list[str]:
-    """Return what is wrong with a wheel that must carry the cubins of ``architectures``, and of no other one."""
+    """Return the problems of a wheel that must have the cubins of ``architectures`` and no others."""
     with zipfile.ZipFile(wheel) as archive:
         problems = [*_check_archive(wheel, archive), *_check_manifest(archive, list(architectures))]
         if DATA + launcher.FILE in archive.namelist():
@@ -47,7 +47,7 @@ def check(wheel: Path, architectures: Iterable[str]) -> list[str]:
 
 
 def _check_archive(wheel: Path, archive: zipfile.ZipFile) -> Iterator[str]:
-    """Tag and size."""
+    """Check tag and size."""
     tag = "-".join(wheel.stem.split("-")[2:])
     allowed = [f"py3-none-manylinux_{launcher.GLIBC[0]}_{launcher.GLIBC[1]}_{machine}" for machine in MACHINES]
     if tag not in allowed:
@@ -62,7 +62,7 @@ def _check_archive(wheel: Path, archive: zipfile.ZipFile) -> Iterator[str]:
 
 
 def _check_manifest(archive: zipfile.ZipFile, architectures: list[str]) -> Iterator[str]:
-    """The files are those of the manifest, of this tree's sources, and all that the architectures have."""
+    """Check that the files are the manifest's, of this tree's sources, and complete for the architectures."""
     manifest = json.loads(archive.read(f"{DATA}manifest.json"))
     if manifest["schema"] != SCHEMA:
         yield f"the manifest must have schema {SCHEMA}, has {manifest['schema']}"
@@ -70,7 +70,7 @@ def _check_manifest(archive: zipfile.ZipFile, architectures: list[str]) -> Itera
     here = {name.removeprefix(DATA) for name in archive.namelist() if name.startswith(DATA)}
     entries = {entry["file"]: entry for entry in (manifest["launcher"], *manifest["cubins"])}
     for name in sorted(here ^ {"manifest.json", *entries}):
-        yield f"{name} is in {'the archive' if name in here else 'the manifest'} alone"
+        yield f"{name} is only in {'the archive' if name in here else 'the manifest'}"
     for name in sorted(here & entries.keys()):
         if hashlib.sha256(archive.read(DATA + name)).hexdigest() != entries[name]["sha256"]:
             yield f"{name} is not the file that the manifest describes"
@@ -84,21 +84,21 @@ def _check_manifest(archive: zipfile.ZipFile, architectures: list[str]) -> Itera
     }
     found = {entry["file"]: entry["source_digest"] for entry in manifest["cubins"]}
     folders = {str(Path(name).parent) for name in found}
-    # A set that is missing whole is named once.
+    # A completely missing set is named once.
     missing = {
         name if (folder := str(Path(name).parent)) in folders else folder for name in wanted.keys() - found.keys()
     }
     for name in sorted(missing):
         yield f"{name} is missing"
     for name in sorted(found.keys() - wanted.keys()):
-        yield f"{name} is of no architecture that the wheel is for"
+        yield f"{name} is of no architecture of the wheel"
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name] != found[name]:
             yield f"{name} is of other sources"
 
 
 def check_launcher(binary: bytes, machine: str) -> Iterator[str]:
-    """What keeps a launcher from loading beside tvm-ffi on any ``machine`` with the tag's glibc, or ties it to more."""
+    """Yield what would keep a launcher from loading beside tvm-ffi on any ``machine`` with the tag's glibc."""
     elf = ELFFile(io.BytesIO(binary))
     if elf["e_machine"] != MACHINES.get(machine):
         yield f"the launcher must be for {machine}, is for {elf['e_machine']}"
@@ -110,7 +110,7 @@ def check_launcher(binary: bytes, machine: str) -> Iterator[str]:
         yield "the launcher does not need libtvm_ffi.so"
     for tag in dynamic:
         if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
-            yield f"the launcher has a search path of its own: {getattr(tag, tag.entry.d_tag[3:].lower())}"
+            yield f"the launcher has a library search path: {getattr(tag, tag.entry.d_tag[3:].lower())}"
     yield from _check_symbols(elf)
 
 
@@ -132,7 +132,7 @@ def _check_symbols(elf: ELFFile) -> Iterator[str]:
 
 
 def summary(wheel: Path) -> dict[str, Any]:
-    """Return what a wheel carries: bytes packed and unpacked, cubins by architecture and compiler."""
+    """Return a wheel's size, its launcher's compiler, and the bytes of cubins by architecture and toolkit."""
     with zipfile.ZipFile(wheel) as archive:
         manifest = json.loads(archive.read(f"{DATA}manifest.json"))
     sets: dict[str, int] = {}
@@ -152,7 +152,7 @@ def summary(wheel: Path) -> dict[str, Any]:
     help="An architecture that the wheels carry; repeatable. [default: all]",
 )
 def main(wheels: Sequence[Path], architectures: Sequence[str]) -> None:
-    """Check wheels. Exits with 1 if one is not as it must be."""
+    """Check wheels, and exit with 1 if one has a problem."""
     problems = []
     for wheel in wheels:
         click.echo(json.dumps(summary(wheel), indent=1))

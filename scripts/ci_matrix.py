@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of continuous integration that make a wheel, as a program that runs anywhere.
+"""Runs the steps of continuous integration that make a wheel, on any machine.
 
-scripts/ci_matrix.py --list                           the matrix of architectures, as JSON
-scripts/ci_matrix.py --requirements --arch sm_90a     what the next line needs to be installed
+scripts/ci_matrix.py --list                           prints the matrix of architectures as JSON
+scripts/ci_matrix.py --requirements --arch sm_90a     prints the packages that the next line needs
 scripts/ci_matrix.py --arch sm_90a --arch sm_89       compiles their cubins into build/ci, twice, and compares
-scripts/ci_matrix.py --assemble                       makes dist/ of build/ci: source archive and checked wheels
-scripts/ci_matrix.py --assemble FOLDER... --test      the same of some folders, and runs the tests on the wheel
+scripts/ci_matrix.py --assemble                       makes dist/ from build/ci: source archive and checked wheels
+scripts/ci_matrix.py --assemble FOLDER... --test      does so from some folders, and tests the wheel
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MACHINES = ("x86_64", "aarch64")
 
 
 def requirements(architectures: Sequence[str]) -> list[str]:
-    """Return what must be installed to compile the cubins of ``architectures`` here."""
+    """Return the requirements for compiling the cubins of ``architectures`` here."""
     from flashinfer_msa.aot.backend import build_requirements
 
     os.environ["FLASHINFER_MSA_ARCHITECTURES"] = ",".join(architectures)
@@ -45,7 +45,7 @@ def requirements(architectures: Sequence[str]) -> list[str]:
 
 
 def compile_cubins(architecture: str, out_dir: Path) -> None:
-    """Build the cubins of one architecture into ``out_dir``, and again from nothing: both must be the same."""
+    """Build the cubins of one architecture into ``out_dir``, and again from scratch. Both must be equal."""
     from flashinfer_msa.aot.build import build
 
     result = build(out_dir, [architecture], progress=click.echo)
@@ -64,7 +64,7 @@ def compile_cubins(architecture: str, out_dir: Path) -> None:
 
 
 def _differences(left: Path, right: Path) -> list[str]:
-    """Files that only one of two folders has, or that have other bytes in the other."""
+    """Return the files that only one of two folders has, or whose bytes differ."""
     files = [{str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} for root in (left, right)]
     return sorted(
         name
@@ -75,7 +75,7 @@ def _differences(left: Path, right: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _changed_environment() -> Iterator[None]:
-    """What must not show in a build's output is another one: the size of the environment, and the umask."""
+    """Change what must not affect a build's output: the size of the environment, and the umask."""
     os.environ["PADDING"] = "x" * 4321
     umask = os.umask(0o077)
     try:
@@ -86,7 +86,7 @@ def _changed_environment() -> Iterator[None]:
 
 
 def make_wheel(folders: Sequence[Path], machine: str) -> Path:
-    """Build the source archive, and from it twice the wheel with the cubins of ``folders``, which must be the same."""
+    """Build the source archive and, twice from it, the wheel with the cubins of ``folders``. Both must be equal."""
     DIST.mkdir(exist_ok=True)
     _run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ROOT)
     archive = DIST / f"flashinfer_msa-{__version__}.tar.gz"
@@ -107,14 +107,14 @@ def make_wheel(folders: Sequence[Path], machine: str) -> Path:
 
 
 def _wheel(archive: Path, out_dir: Path, variables: Mapping[str, str]) -> Path:
-    # Its tools are installed into an environment of its own, and the sources unpacked into a folder of its own.
+    # pip installs the build tools into a new environment and unpacks the sources into a new folder.
     _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", out_dir, archive, **variables)
     (wheel,) = out_dir.glob("*.whl")
     return wheel
 
 
 def _foreign_tvm_ffi(machine: str, folder: Path) -> Path:
-    """Fetch apache-tvm-ffi of another machine, and return the library that a launcher for it is linked with."""
+    """Fetch apache-tvm-ffi for another machine type; return the library to link a launcher with."""
     from setuptools.compat.py310 import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -133,7 +133,7 @@ def _run(*command: str | Path, **variables: str) -> None:
 
 
 def architectures_of(folders: Sequence[Path]) -> list[str]:
-    """Return the architectures whose cubins builds have written into ``folders``."""
+    """Return the architectures whose cubins are in ``folders``."""
     from flashinfer_msa.manifest import read_manifest
 
     names: list[str] = []
@@ -150,24 +150,24 @@ def architectures_of(folders: Sequence[Path]) -> list[str]:
 @click.command()
 @click.argument("folders", type=click.Path(exists=True, file_okay=False, path_type=Path), nargs=-1)
 @click.option("--list", "is_list", is_flag=True, help="Print the architectures as JSON, for a workflow's matrix.")
-@click.option("--requirements", "is_requirements", is_flag=True, help="Print what compiling needs, one a line.")
+@click.option(
+    "--requirements", "is_requirements", is_flag=True, help="Print the requirements for compiling, one per line."
+)
 @click.option(
     "--arch",
     "architectures",
     type=click.Choice(list(ARCHITECTURES)),
     multiple=True,
-    help="Compile the cubins of an architecture into build/ci; repeatable.",
+    help="Compile an architecture's cubins into build/ci; repeatable.",
 )
-@click.option(
-    "--assemble", "is_assemble", is_flag=True, help="Make the wheel of FOLDERS. [default: of all in build/ci]"
-)
+@click.option("--assemble", "is_assemble", is_flag=True, help="Make the wheel from FOLDERS. [default: all of build/ci]")
 @click.option(
     "--machine",
     "machines",
     type=click.Choice(MACHINES),
     multiple=True,
     default=[platform.machine()],
-    help="Machine that the wheel is for; repeatable. [default: this one's]",
+    help="Machine type of the wheel; repeatable. [default: this machine's]",
 )
 @click.option("--test", "is_test", is_flag=True, help="Run the tests on this machine's wheel in dist.")
 def main(
@@ -181,9 +181,9 @@ def main(
 ) -> None:
     """Run steps of continuous integration, in the order of the options."""
     if not (is_list or is_requirements or architectures or is_assemble or is_test):
-        raise click.UsageError("one of the options must say what to do: see --help")
+        raise click.UsageError("one of the options must say what to do, see --help")
     if folders and not is_assemble:
-        raise click.UsageError("FOLDERS are what --assemble takes")
+        raise click.UsageError("FOLDERS need --assemble")
     if is_list:
         click.echo(json.dumps(list(ARCHITECTURES)))
         return
@@ -196,7 +196,7 @@ def main(
         try:
             from check_wheel import check, summary
         except ModuleNotFoundError as error:
-            raise click.ClickException(f"looking at a wheel needs {error.name}: pip install pyelftools") from error
+            raise click.ClickException(f"checking a wheel needs {error.name}. Run: pip install pyelftools") from error
 
         folders = folders or [CUBINS / name for name in ARCHITECTURES]
         names = architectures_of(folders)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the other scripts: `prepare <extra>` makes the environment in $VENV (.venv by default), installs the
-# project editable with one of its extras, brings launcher and cubins up to date, and puts the environment first in PATH.
+# Sourced by other scripts. `prepare <extra>` creates the environment $VENV (.venv by default), installs the project
+# editable with one of its extras, rebuilds outdated launcher and cubins, and puts the environment first in PATH.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +12,7 @@ make_environment() {
     echo "needs Python 3.10 or newer, $base is $("$base" --version 2>&1); set PYTHON" >&2
     return 1
   }
-  # Images of GPU machines come with a torch built for their driver. It is used as it is, not replaced by another build.
+  # Images of GPU machines have a torch built for their driver. It is used and not replaced by another build.
   torch=$("$base" - <<'PROGRAM'
 import importlib.util, re
 from importlib import metadata
@@ -25,7 +25,7 @@ PROGRAM
   )
   if [[ -n $torch ]]; then
     "$base" -m venv --system-site-packages "$VENV"
-    # Where the base interpreter is an environment itself, its packages are not the system's.
+    # If the base interpreter is itself an environment, its packages are not the system's, so they are added here.
     echo "$torch" >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   else
     "$base" -m venv "$VENV"
@@ -40,14 +40,14 @@ install_project() {
   "$VENV/bin/python" -m pip install -q --upgrade pip "setuptools>=77"
   requirements=$("$VENV/bin/python" scripts/requirements.py "$1")
   "$VENV/bin/python" -m pip install -q "${constraints[@]}" -r <(echo "$requirements")
-  # Everything it needs is there by now.
+  # All requirements are installed by now.
   "$VENV/bin/python" -m pip install -q --no-deps --no-build-isolation --editable .
 }
 
 prepare() {
   local stamp=$VENV/.installed-$1 wanted
   [[ -x $VENV/bin/python ]] || make_environment
-  # Commands of packages that the base interpreter lends lie beside it.
+  # Commands of the base interpreter's packages are beside it.
   export PATH=$VENV/bin:$PATH:$(dirname "$(command -v "${PYTHON:-python3}")")
   wanted=$(cat pyproject.toml scripts/constraints.txt scripts/requirements.py scripts/env.sh | sha256sum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then

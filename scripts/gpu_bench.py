@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark rows of a GPU record: prints each as it is measured and writes all so far after each step.
+"""Measures the benchmark rows of a GPU record. Prints each row, and writes all rows so far after each step.
 
-scripts/gpu_bench.py FILE                                           one GPU
-torchrun --nproc-per-node 2 scripts/gpu_bench.py --group FILE       ranks with a GPU each
+scripts/gpu_bench.py FILE                                           on one GPU
+torchrun --nproc-per-node 2 scripts/gpu_bench.py --group FILE       with ranks that have a GPU each
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flashinfer_msa.layout import LAYOUTS
 
 @click.command()
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--group", is_flag=True, help="Measure the ranks that torchrun started, one a GPU; rank 0 writes.")
+@click.option("--group", is_flag=True, help="Measure the ranks that torchrun started, one per GPU. Rank 0 writes.")
 @click.option(
     "--peers",
     type=click.Choice(["all", "decode", "none"]),
     default="all",
     envvar="PEERS",
     show_default=True,
-    help="Jobs beside which the peers that are installed are measured; vLLM's prefill takes a minute to compile.",
+    help="Jobs to compare with the installed peers. vLLM's prefill takes a minute to compile.",
 )
 def main(output: Path, group: bool, peers: str) -> None:
-    """Measure everything and write it to OUTPUT."""
+    """Measure all jobs and write the rows to OUTPUT."""
     rows: list[Row] = []
     ranks = Ranks.join() if group else None
     is_first = ranks is None or ranks.rank == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the scripts that gather evidence on a GPU machine: finds Python ($PYTHON) and the folder for results ($OUT,
-# build/gpu by default), and sees to it that the kernels of these sources are installed. Needs no internet: wheels that
-# the machine lacks (apache-tvm-ffi) are taken from $WHEELS (.whl by default). If one of this project's is there, that is
-# what is verified: tests and scripts run in a folder where no checkout is.
+# Sourced by the scripts that gather evidence on a GPU machine. It finds Python ($PYTHON) and the folder for results
+# ($OUT, build/gpu by default), and installs the kernels of these sources. It needs no internet: missing packages
+# (apache-tvm-ffi) are installed from wheels in $WHEELS (.whl by default). If a wheel of this project is there, it is
+# verified: tests and scripts run in a folder without the checkout.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,7 +25,7 @@ fi
 wheel=${ours[-1]:-}
 if [[ -n $wheel ]]; then
   tree=$(mktemp -d)
-  cp -r tests scripts pyproject.toml "$tree"  # which has pytest's settings
+  cp -r tests scripts pyproject.toml "$tree"  # pyproject.toml has pytest's settings
   cd "$tree"
 else
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # the project need not be installed
@@ -42,10 +42,10 @@ fi
   exit 1
 }
 
-# Prebuilt cubins that were carried along are what ships: build only where they are not of these sources.
+# Prebuilt cubins that came with the sources are what ships. Build only if they are not of these sources.
 "$python" scripts/gpu_record.py --built || "$python" -m flashinfer_msa build --arch sm_90a
 
-# The record, in the checkout and beside the results.
+# Copy the record to the results and into the checkout.
 keep_record() {
   cp tests/gpu/record.json "$out/record.json"
   [[ $PWD == "$checkout" ]] || cp tests/gpu/record.json "$checkout/tests/gpu/record.json"

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What someone has who installs the wheel beside FlashInfer, on a GPU: `gpu_install.py FILE [--wheel WHEEL]`.
+"""Checks an installation of the wheel beside FlashInfer on a GPU: `gpu_install.py FILE [--wheel WHEEL]`.
 
-FlashInfer's own function refuses, ours works after `register()` under the same name, no process is started, and the
-first call ends within half a second of the import. FILE gets how long each part takes, as rows of the GPU record.
+FlashInfer's own function must refuse, ours must work under the same name after `register()`, no process may be started,
+and the first call must end within half a second of the import. The times are written to FILE as rows of the GPU record.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import click
 import torch
 
 LIMIT_SECONDS = 0.5
-"""From the import of this package to the end of the first call."""
+"""Limit from the import of this package to the end of the first call."""
 
 
 def prepare(module: Any, rank: int) -> Any:
-    """One rank's indexer, as a server makes it."""
+    """Create one rank's indexer, as a server does."""
     return module.prepare_msa_icp_indexer(
         world_size=2,
         rank=rank,
@@ -41,7 +41,7 @@ def prepare(module: Any, rank: int) -> Any:
 
 
 def forbid_processes() -> None:
-    """Let no compiler be started from here on."""
+    """Make every later start of a process, such as a compiler, fail."""
 
     def refuse(*arguments: Any, **more: Any) -> None:
         raise AssertionError(f"a process was started: {arguments}")
@@ -50,7 +50,7 @@ def forbid_processes() -> None:
 
 
 def compare_decode(indexers: list[Any]) -> int:
-    """Decode as every rank; the rows of Top16 that are compared with the brute force, all of them equal."""
+    """Decode as every rank, require equality with the brute force, and return the number of compared rows."""
     from flashinfer_msa.comm import local_comm
     from flashinfer_msa.layout import LAYOUTS
     from flashinfer_msa.testing.problems import DecodeProblem, brute_force_top16, compare
@@ -86,7 +86,7 @@ def compare_decode(indexers: list[Any]) -> int:
 @click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The wheel, for its size.")
 def main(output: Path, wheel: Path | None) -> None:
     """Check and time the installed package, and write the rows to OUTPUT."""
-    torch.zeros(1, device="cuda")  # the context is torch's business
+    torch.zeros(1, device="cuda")  # creates the context, which is not ours to time
     import flashinfer
     import flashinfer.msa_ops as theirs
 

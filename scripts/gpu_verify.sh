@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The GPU evidence: tests, compute-sanitizer and a small benchmark on this machine's GPU, written into section `single`
-# of tests/gpu/record.json.
+# Gathers the GPU evidence: runs tests, compute-sanitizer and the benchmark on this machine's GPU, and writes section
+# `single` of tests/gpu/record.json.
 #
 #   scripts/gpu_verify.sh      logs and results go to $OUT (default: build/gpu)
 #
-# The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has; $PEERS is its --peers. The sanitizer's
-# tools have $SANITIZER_SECONDS (default: 3600), and $SANITIZER_TOOLS names those that run, of the four that a record
-# needs. Where $OUT holds what an earlier run of the same sources has finished, that is not run again: a machine that is
-# lent for too short a time for all of it is used twice.
+# The benchmark ends after $BENCH_SECONDS (default: 1800) with the rows it has. $PEERS is its --peers. The sanitizer's
+# tools may take $SANITIZER_SECONDS (default: 3600). $SANITIZER_TOOLS names those to run; a record needs all four. Parts
+# that an earlier run of the same sources finished in $OUT are not run again, so several runs can share the work.
 source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 digest=$("$python" scripts/gpu_record.py --digest)
@@ -17,10 +16,10 @@ if [[ $(cat "$out/sources" 2> /dev/null) != "$digest" ]]; then
   echo "$digest" > "$out/sources"
 fi
 
-# What has failed, or been interrupted, is of this run alone: only what was finished has a name that a later run finds.
+# Results of failed or interrupted parts are only for this run. Later runs find only the names of finished parts.
 status=0 rows=$out/bench.json
 
-# run_tests <name> <arguments of pytest...>: its report is $report, final if all is well.
+# run_tests <name> <pytest arguments...> sets $report to its report, which has its final name if all tests pass.
 run_tests() {
   local name=$1 failed=0
   report=$out/$name.xml
@@ -30,16 +29,16 @@ run_tests() {
   case $failed in
     0) mv "$report" "$out/$name.xml" && report=$out/$name.xml ;;
     1) status=1 ;;
-    *) rm -f "$report" && status=1 ;;  # no report of all tests
+    *) rm -f "$report" && status=1 ;;  # the report is incomplete
   esac
 }
 run_tests tests
 tests=$report
-# The cubins that an older driver gets, which this one loads too.
+# Test the cubins for older drivers, which this driver can load too.
 FLASHINFER_MSA_DRIVER=12.9 FLASHINFER_MSA_TEST_SHAPES=small run_tests older
 older=$report
 
-# What a user has who installs the wheel beside FlashInfer.
+# Check an installation of the wheel beside FlashInfer.
 install_rows=()
 if [[ -n $wheel ]] && "$python" -c 'import flashinfer' 2> /dev/null; then
   "$python" scripts/gpu_install.py "$out/install.json" --wheel "$wheel" 2>&1 | tee "$out/install.log" || status=1
@@ -55,9 +54,9 @@ if [[ ! -f $rows ]]; then
   fi
 fi
 
-# The sanitizer slows everything down and times nothing, so its tools run side by side, the slowest on a GPU of its own
-# where there are several. Nothing may spin under it. All look at our kernels alone, since the oracle's would take
-# minutes, but for initcheck, which has to see every write.
+# Under the sanitizer nothing is timed, so its tools run in parallel. If there are several GPUs, the slowest tool gets
+# its own. No kernel may spin under it. All tools check only our kernels, because the reference's would take minutes,
+# except initcheck, which must see every write.
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ours=(--kernel-name kns=msa_icp)
 tools=(memcheck racecheck synccheck initcheck)
@@ -65,13 +64,13 @@ sanitize() {
   local gpu=$((gpus - 1)) tests=(tests/gpu)
   if [[ $1 == racecheck ]]; then
     gpu=0
-    tests+=(--ignore tests/gpu/test_prepared_steps.py)  # they launch no other kernels
+    tests+=(--ignore tests/gpu/test_prepared_steps.py)  # other tests launch the same kernels
   fi
   CUDA_VISIBLE_DEVICES=$gpu FLASHINFER_MSA_TEST_SHAPES=small timeout "${SANITIZER_SECONDS:-3600}" \
     compute-sanitizer --tool "$1" "${@:2}" --error-exitcode 9 --print-limit 20 \
     "$python" -m pytest "${tests[@]}" -m "gpu and not traps" -q -p no:cacheprovider > "$out/$1.log" 2>&1
 }
-# Whether a tool and the tests under it came to their ends, and found nothing.
+# Whether a tool and the tests under it finished and found nothing.
 is_clean() {
   grep -qs "SUMMARY: 0 " "$1" && grep -q "[0-9] passed" "$1" &&
     ! grep -v "SUMMARY: 0 " "$1" | grep -Eq "SUMMARY: [1-9]|[0-9] (failed|error)"
@@ -84,7 +83,7 @@ for tool in "${tools[@]}"; do
   fi
   options=()
   [[ $tool == initcheck ]] || options=("${ours[@]}")
-  # With the barriers that it tracks by itself, the tool runs out in the scorer and fails the launch.
+  # With its default number of tracked barriers, the tool runs out of them in the scorer and fails the launch.
   [[ $tool != synccheck ]] || options+=(--num-cuda-barriers 1024)
   sanitize "$tool" "${options[@]}" &
 done

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The evidence of ranks with a GPU each, on a machine with 2 or 4 GPUs: tests, faults, examples, soak and benchmark,
-# written into section `multi_gpu` or `multi_gpu_x4` of tests/gpu/record.json.
+# Gathers the evidence of ranks with a GPU each, on a machine with 2 or 4 GPUs: runs tests, faults, examples, soak and
+# benchmark, and writes section `multi_gpu` or `multi_gpu_x4` of tests/gpu/record.json.
 #
 #   scripts/gpu_verify_group.sh      logs and results go to $OUT (default: build/gpu)
 #
-# A step that fails or takes too long ends none of the others; the exit status is 1 then. All of them together take
-# $SECONDS_IN_ALL (default: 530) at most. $LAYER_STEPS (default: a million) are the layers that each row form is soaked
-# for, $BENCH_SECONDS (default: 150) ends the benchmark with the rows it has, and $PEERS is its --peers.
+# If a step fails or takes too long, the others still run and the exit status is 1. All steps together take at most
+# $SECONDS_IN_ALL (default: 530). The soak runs $LAYER_STEPS (default: a million) layers of each row kind. The benchmark
+# ends after $BENCH_SECONDS (default: 150) with the rows it has, and $PEERS is its --peers.
 source "$(dirname "${BASH_SOURCE[0]}")/gpu_env.sh"
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
@@ -19,10 +19,10 @@ else
   echo "needs 2 or 4 GPUs, torch finds $gpus" >&2
   exit 1
 fi
-# Ranks of one host: no other interface is needed, and no name of the host.
+# All ranks are on one host, so the loopback interface is enough and the host's name need not resolve.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 
-# step <name> <seconds> <command...>: runs it with a log of that name, at the end of which is its exit status.
+# step <name> <seconds> <command...> runs the command with a log of that name, which ends with the exit status.
 failed=()
 deadline=$((SECONDS + ${SECONDS_IN_ALL:-530}))
 step() {
@@ -30,7 +30,7 @@ step() {
   shift 2
   ((seconds < left)) || seconds=$((left > 1 ? left : 1))
   echo "== $name"
-  # Interrupted, pytest still writes what it has.
+  # An interrupted pytest still writes its report.
   timeout --signal INT --kill-after 10 "$seconds" "$@" > "$out/$name.log" 2>&1 || status=$?
   ((status == 0)) || failed+=("$name")
   tail -n 12 "$out/$name.log"

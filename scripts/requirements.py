@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what tests and demo need, one requirement per line, as pyproject.toml states it: `requirements.py <extra>`."""
+"""Prints the requirements of an extra and of builds, one per line, from pyproject.toml: `requirements.py <extra>`."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ requirements = [
     *project["optional-dependencies"][sys.argv[1]],
     *build_requirements(),
 ]
-# An extra may name another extra of this project, and build_requirements() has that one's requirements.
+# An extra may name this project's extra `build`, whose requirements build_requirements() returns.
 print("\n".join(line for line in dict.fromkeys(requirements) if not line.startswith(project["name"])))

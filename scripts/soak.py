@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Soaks the exchange of decode rows: a million layers, ranks that drift apart at random, and every merged row checked.
+"""Soaks the exchange of decode rows: a million layers, random delays of the ranks, and a check of every merged row.
 
     torchrun --nproc-per-node 2 scripts/soak.py
 
-Each rank publishes rows whose scores and ids are made from the running number of the layer, and merges what the others
-sent. Which blocks win tells whether every row was there, whole and of its layer. A JSON line a row form says how many
-rows were checked and how many of them were wrong; the exit status is 1 if one was.
+Each rank publishes rows whose scores and ids are computed from the running number of the layer, and merges all ranks'
+rows. The selected blocks show whether every row arrived complete and was of its layer. A JSON line per row kind has the
+numbers of checked and wrong rows. The exit status is 1 if a row was wrong.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from flashinfer_msa.files import replace_file
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
 from flashinfer_msa.layout import BLOCK_TOKENS, NUM_HEADS, NUM_SLOT_SETS, TOP_K, WORLD_SIZES, find_layout
 
-PLACES = 64
-"""Blocks that one rank has candidates in."""
+BLOCKS_PER_RANK = 64
+"""Blocks in which one rank has candidates."""
 PERIOD = 192
-"""Layers until ids, roles and slot sets have all come round."""
+"""Layers after which ids, roles and slot sets repeat."""
 MAX_LAYER_STEPS = 5_000_000
-"""Scores are whole numbers that FP32 holds, and a winner's stays above a loser's."""
-FORMS = ("tagged", "legacy")
+"""Up to this many layers, FP32 holds the integer scores and winners' scores exceed losers'."""
+ROW_KINDS = ("tagged", "legacy")
 _HIGH = float(1 << 24)
 _NOWHERE = -float(1 << 20)
 _POISON = -777
 _GRAPHS = 8
-"""CUDA graphs of a period, each with delays of its own."""
+"""CUDA graphs of a period, each with its own delays."""
 _CYCLES_A_NANOSECOND = 2
 
 
 class Pattern:
     """What every rank publishes in each layer of a period, and what its merge must select.
 
-    In a row of a rank whose turn it is, the best blocks score ``HIGH - n`` in layer ``n``; all others score ``2 n`` or
-    one more. Turns alternate from one use of a slot set to the next, and the best blocks are other ones. What is
-    left of the use before shows: a score in a winner's place falls behind every loser, a winner's score of then gets
-    ahead of every winner, and no block of then is among the best of now.
+    Half of the rows are active. In layer ``n`` the winning blocks of an active row score ``HIGH - n``, and all others
+    score ``2 n`` or one more. From one use of a slot set to the next, other rows are active and other blocks win. So a
+    remainder of the previous use shows: an old loser's score is below every loser's, an old winner's score is above
+    every winner's, and no old winner is a winner now.
 
-    ``slope`` and ``offset`` float32 ``[PERIOD, T, 4, columns]``: the scores of rank ``rank`` in layer ``l`` are
-    ``offset[l] + slope[l] * n`` where ``n`` is the number of the period's first layer. ``expected`` int32
-    ``[PERIOD, T, heads_per_rank, 16]``: the blocks of the heads that the rank owns.
+    ``slope`` and ``offset`` are float32 ``[PERIOD, T, 4, columns]``. The scores of rank ``rank`` in layer ``l`` are
+    ``offset[l] + slope[l] * n``, where ``n`` is the number of the period's first layer. ``expected`` is int32
+    ``[PERIOD, T, heads_per_rank, 16]``, the selected blocks of the heads that the rank owns.
     """
 
     def __init__(self, world_size: int, rank: int, tokens: int) -> None:
-        self.columns = PLACES * world_size
+        self.columns = BLOCKS_PER_RANK * world_size
         layer = torch.arange(PERIOD).view(-1, 1, 1, 1)
         token = torch.arange(tokens).view(-1, 1, 1)
         head = torch.arange(NUM_HEADS).view(-1, 1)
         column = torch.arange(self.columns)
-        owner, place = column % world_size, column // world_size
-        distance = (place - 11 * layer - 5 * token - 13 * head) % PLACES
-        turn = (layer // NUM_SLOT_SETS + owner + token + head) % 2 == 0
-        wins = turn & (distance < 2 * TOP_K // world_size)
+        owner, index = column % world_size, column // world_size
+        distance = (index - 11 * layer - 5 * token - 13 * head) % BLOCKS_PER_RANK
+        active = (layer // NUM_SLOT_SETS + owner + token + head) % 2 == 0
+        wins = active & (distance < 2 * TOP_K // world_size)
         mine = owner == rank
         slope = torch.where(wins, -1.0, 2.0) * mine
         offset = torch.where(wins, _HIGH, (distance < TOP_K).float())
@@ -81,7 +81,7 @@ class Pattern:
 
 
 class Soak:
-    """One rank's layers of one row form. A layer is ``publish`` and ``merge``; a period ends with ``check``."""
+    """One rank's layers of one row kind. A layer is ``publish`` and ``merge``, and a period ends with ``check``."""
 
     def __init__(self, indexer: MSAIcpIndexerPlan, comm: Any, *, tokens: int, tagged: bool) -> None:
         pattern = Pattern(indexer.world_size, indexer.rank, tokens)
@@ -97,7 +97,7 @@ class Soak:
         self.wrong = torch.zeros((), dtype=torch.int64, **on_device)
 
     def publish(self, layer: int, *, enable_pdl: bool = False) -> None:
-        """Write the scores of a layer of the period, and publish its rows."""
+        """Compute the scores of a layer of the period, and publish its rows."""
         indexer, comm = self.indexer, self.comm
         torch.addcmul(self._offset[layer], self._slope[layer], self._first, out=self._scores)
         msa_ops.msa_icp_topk_select_publish(
@@ -120,17 +120,17 @@ class Soak:
 
     def merge(self, layer: int, *, enable_pdl: bool = False) -> None:
         """Merge the rows of a layer of the period."""
-        form = {"slot": layer % NUM_SLOT_SETS, "tagged": self.tagged, "enable_pdl": enable_pdl}
-        self.indexer.decode_merge(self._valid, self._outputs[layer], comm=self.comm, **form)
+        options = {"slot": layer % NUM_SLOT_SETS, "tagged": self.tagged, "enable_pdl": enable_pdl}
+        self.indexer.decode_merge(self._valid, self._outputs[layer], comm=self.comm, **options)
 
     def check(self) -> None:
-        """Count the wrong rows of a period, and go on to the next."""
+        """Count the wrong rows of a period, and start the next one."""
         self.wrong += (self._outputs != self._expected).any(-1).sum()
         self._outputs.fill_(_POISON)
         self._first += PERIOD
 
     def period(self, delays: Sequence[Sequence[float]], *, enable_pdl: bool) -> None:
-        """All layers of a period; ``delays`` are nanoseconds before and after the publish and after the merge."""
+        """Run all layers of a period. ``delays`` are nanoseconds before and after the publish and after the merge."""
         for layer, (before, between, after) in enumerate(delays):
             self._wait(before)
             self.publish(layer, enable_pdl=enable_pdl)
@@ -148,7 +148,7 @@ class Soak:
             time.sleep(nanoseconds * 1e-9)
 
     def run(self, periods: int, draw: random.Random) -> None:
-        """Run so many periods: the first as it is, the others as CUDA graphs in random order where there is a GPU."""
+        """Run ``periods`` periods. On a GPU, all but the first are replays of CUDA graphs in random order."""
         kinds = [(draw_delays(draw), bool(i % 2)) for i in range(_GRAPHS)]
         if self.indexer.device.type == "cpu":
             for _ in range(periods):
@@ -160,7 +160,7 @@ class Soak:
         graphs = []
         for delays, enable_pdl in kinds:
             graph = torch.cuda.CUDAGraph()
-            # The process group's own threads query events meanwhile.
+            # The process group's own threads query events during the capture.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.period(delays, enable_pdl=enable_pdl)
             graphs.append(graph)
@@ -170,9 +170,9 @@ class Soak:
 
 
 def draw_delays(draw: random.Random) -> list[list[float]]:
-    """Nanoseconds of delay before and after the publish and after the merge of each layer of a period.
+    """Draw the nanoseconds of delay before and after the publish and after the merge of each layer of a period.
 
-    Half of the layers have none, most others one of 30 ns to 20 us, and one in 500 up to a millisecond.
+    Half of the layers have no delay, most others have one of 30 ns to 20 us, and one in 500 up to a millisecond.
     """
     delays = []
     for _ in range(PERIOD):
@@ -186,20 +186,20 @@ def draw_delays(draw: random.Random) -> list[list[float]]:
 
 
 def soak(
-    indexer: MSAIcpIndexerPlan, comm: Any, *, form: str, layer_steps: int, tokens: int, seed: int
+    indexer: MSAIcpIndexerPlan, comm: Any, *, row_kind: str, layer_steps: int, tokens: int, seed: int
 ) -> dict[str, Any]:
-    """Run one row form on every rank of the group, and return what all of them found."""
+    """Run one row kind on every rank of the group, and return the results of all ranks."""
     periods = -(-layer_steps // PERIOD)
-    run = Soak(indexer, comm, tokens=tokens, tagged=form == "tagged")
+    run = Soak(indexer, comm, tokens=tokens, tagged=row_kind == "tagged")
     dist.barrier()
     begin = time.perf_counter()
-    run.run(periods, random.Random(f"{seed} {form} {indexer.rank}"))
+    run.run(periods, random.Random(f"{seed} {row_kind} {indexer.rank}"))
     found = [int(run.wrong), int(comm.errors[0]), time.perf_counter() - begin]
     everywhere: list[Any] = [None] * indexer.world_size
     dist.all_gather_object(everywhere, found)
     wrong, errors, seconds = zip(*everywhere, strict=True)
     return {
-        "form": form,
+        "form": row_kind,
         "ranks": indexer.world_size,
         "gpus": min(indexer.world_size, torch.cuda.device_count()) if indexer.device.type == "cuda" else 0,
         "layer_steps": periods * PERIOD,
@@ -216,15 +216,17 @@ def soak(
     type=click.IntRange(1, MAX_LAYER_STEPS),
     default=1_000_000,
     show_default=True,
-    help=f"Layers of each row form, rounded up to a multiple of {PERIOD}.",
+    help=f"Layers of each row kind, rounded up to a multiple of {PERIOD}.",
 )
-@click.option("--form", "forms", type=click.Choice(FORMS), multiple=True, help="A row form; repeatable. [default: all]")
+@click.option(
+    "--form", "row_kinds", type=click.Choice(ROW_KINDS), multiple=True, help="A row kind; repeatable. [default: all]"
+)
 @click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Query tokens of a layer.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the delays.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for the results.")
-@click.option("--backend", type=click.Choice(["cake", "torch"]), help="[default: cake where there is a GPU]")
+@click.option("--backend", type=click.Choice(["cake", "torch"]), help="[default: cake if there is a GPU]")
 def main(
-    layer_steps: int, forms: Sequence[str], tokens: int, seed: int, output: Path | None, backend: str | None
+    layer_steps: int, row_kinds: Sequence[str], tokens: int, seed: int, output: Path | None, backend: str | None
 ) -> None:
     """Soak the exchange of the ranks that torchrun started, 2 or 4."""
     backend = backend or ("cake" if torch.cuda.is_available() else "torch")
@@ -251,7 +253,7 @@ def main(
         max_decode_query_len=1,
         max_num_batched_tokens=tokens,
         max_num_seqs=tokens,
-        max_model_len=PLACES * world_size * BLOCK_TOKENS,
+        max_model_len=BLOCKS_PER_RANK * world_size * BLOCK_TOKENS,
         num_sparse_layers=PERIOD,
         device=device,
         backend=backend,
@@ -259,8 +261,8 @@ def main(
     results = []
     with allocate_comm(indexer) as comm:
         indexer.warmup()
-        for form in forms or FORMS:
-            results.append(soak(indexer, comm, form=form, layer_steps=layer_steps, tokens=tokens, seed=seed))
+        for row_kind in row_kinds or ROW_KINDS:
+            results.append(soak(indexer, comm, row_kind=row_kind, layer_steps=layer_steps, tokens=tokens, seed=seed))
             if rank == 0:
                 click.echo(json.dumps(results[-1]))
                 if output is not None:

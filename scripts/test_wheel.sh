@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the tests on an installed wheel, in a fresh environment and away from the checkout: GPU tests too where there is a
+# Runs the tests on an installed wheel, in a fresh environment and outside the checkout. GPU tests run if there is a
 # GPU. Tests that need the source tree skip.
 #
-#   scripts/test_wheel.sh WHEEL [ARGUMENTS OF PYTEST]      builds the wheel where none is named
+#   scripts/test_wheel.sh [WHEEL] [ARGUMENTS OF PYTEST]      builds the wheel if none is named
 #
-# $PYTHON makes the environment. Where it has a torch that is new enough, its packages are lent to the tests.
+# $PYTHON creates the environment. If it has a torch that is new enough, the tests use its packages.
 wheel=
 if [[ ${1:-} == *.whl ]]; then
   wheel=$(realpath -e "$1") || exit 1
@@ -29,7 +29,7 @@ constraints=(-c scripts/constraints.txt)
 if python -c 'import torch' 2> /dev/null; then
   constraints=()
 fi
-# Whatever the environment is lent may have the project too.
+# The packages of $PYTHON may include the project, so the wheel is installed over it.
 python -m pip install -q --ignore-installed --no-deps "$wheel"
 python -m pip install -q "${constraints[@]}" "$wheel[test]"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests: one incremental build of the whole matrix, and the skipping of tests that need a GPU."""
+"""Shared fixtures: one build of the whole matrix, and the skipping of tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flashinfer_msa.aot import toolkit
 from flashinfer_msa.aot.build import MANIFEST, BuildResult, build
 
 if not Path("/dev/nvidiactl").exists():
-    # The CPU tests use small tensors: more threads only spin at barriers, and take cores from other test processes.
-    # This precedes the import of torch, and child processes inherit it.
+    # The CPU tests use small tensors. More threads would only spin at barriers and take cores from other test
+    # processes. It is set before the import of torch, and child processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -33,7 +33,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[str], ModuleType]:
-    """Loads a fresh copy of a script of ``scripts/`` as a module."""
+    """Return a function that loads a fresh copy of a script of ``scripts/`` as a module."""
 
     def load(name: str) -> ModuleType:
         path = Path(__file__).parent.parent / "scripts" / f"{name}.py"
@@ -48,7 +48,7 @@ def load_script() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
-    """All architectures that an installed toolkit knows, built from this tree, once for all workers of pytest-xdist."""
+    """Build every architecture that an installed toolkit knows from this tree, once for all workers of pytest-xdist."""
     toolkits = toolkit.find()
     known = [
         arch.name for arch in toolkit.ARCHITECTURES.values() if any(found.version >= arch.toolkit for found in toolkits)

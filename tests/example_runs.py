@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an example by torchrun, as its reader would, and takes what it prints apart."""
+"""Runs an example with torchrun, as a reader would, and parses what it prints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXAMPLES = ROOT / "scripts" / "examples"
 
 
 class ExampleRun(NamedTuple):
-    """How it ended, and what it printed."""
+    """The exit status of a run, and what it printed."""
 
     status: int
     printed: str
 
     def numbers(self, pattern: str) -> tuple[int, ...]:
-        """The numbers of the one line that matches ``pattern``, in whose place ``#`` stands for each."""
+        """Return the numbers of the only line that matches ``pattern``, in which ``#`` stands for a number."""
         found = re.findall(pattern.replace("#", r"(\d+)"), self.printed)
         assert len(found) == 1, self.printed
         numbers = found[0] if isinstance(found[0], tuple) else found
@@ -29,12 +29,12 @@ class ExampleRun(NamedTuple):
 
     @property
     def checked(self) -> tuple[int, ...]:
-        """Rows that were checked, equal ones, near ties and wrong ones."""
+        """The numbers of checked rows, equal rows, near ties and wrong rows."""
         return self.numbers("check: # rows of Top16, # equal those of the unsharded keys, # near ties, # wrong")
 
 
 def run_example(script: Path, *arguments: object, processes: int, backend: str, seconds: int = 300) -> ExampleRun:
-    """Run a script in so many processes."""
+    """Run a script in ``processes`` processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH")]))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),

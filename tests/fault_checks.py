@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that lose a peer: functions that ``process_group`` runs. A fault ends the CUDA context, and so the process."""
+"""Checks of ranks that lose a peer; ``process_group`` runs them. A fault ends the CUDA context and so the process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_checks import Place, Rank, decode_layers
+from comm_checks import Rank, Setup, decode_layers
 
 import flashinfer_msa
 from flashinfer_msa.layout import LAYOUTS, NUM_SLOT_SETS
 
 LAYERS = 6
-"""Layers before the peer goes; the next has slot set 0."""
+"""Layers before the peer is killed. The next one has slot set 0."""
 LAYOUT = "p128_tp2"
-_GOES_AFTER = 0.3
-"""Seconds for which the peer still lives while it is waited for."""
+_KILLED_AFTER = 0.3
+"""Seconds for which the peer still lives while the other rank waits for it."""
 _sides: list[Rank] = []
 
 
-def start(rank: int, tagged: bool, limit: dict[str, Any], place: Place) -> None:
-    """Decode some layers with the peer, so that everything is loaded, mapped and in step."""
-    plan = place.plan(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
-    side = Rank(plan, place.comm(plan))
+def start(rank: int, tagged: bool, limit: dict[str, Any], setup: Setup) -> None:
+    """Decode some layers with the peer, so that all kernels are loaded and all memory is mapped."""
+    indexer = setup.indexer(rank, LAYOUTS[LAYOUT], **{"wait_seconds": None, **limit})
+    side = Rank(indexer, setup.comm(indexer))
     dist.barrier()
     decode_layers([side], tagged, layers=LAYERS)
     _sides[:] = [side]
@@ -37,10 +37,10 @@ def start(rank: int, tagged: bool, limit: dict[str, Any], place: Place) -> None:
 
 
 def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
-    """Rank 1 is killed in the middle of a layer; rank 0 waits, and writes what it was told to ``results``.
+    """Rank 1 is killed in the middle of a layer. Rank 0 waits, and writes the errors that it gets to ``results``.
 
-    A ``"merge"`` waits for rows that rank 1 has not published; a legacy ``"publish"`` for rows that rank 1 has not
-    released, with which rank 1 published a layer and died before its merge. Neither process comes back.
+    A ``"merge"`` waits for rows that rank 1 has not published. A legacy ``"publish"`` waits for rows that rank 1 has
+    not released, because it published the layer and died before its merge. Neither process returns.
     """
     (side,) = _sides
     slot = LAYERS % NUM_SLOT_SETS
@@ -48,7 +48,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
         if wait == "publish":
             side.publish(LAYERS, slot, tagged)
             _synchronize(side)
-        time.sleep(_GOES_AFTER)
+        time.sleep(_KILLED_AFTER)
         os.kill(os.getpid(), signal.SIGKILL)
     output, valid = side.output(LAYERS), side.problem(LAYERS).num_valid_pages
     if wait == "publish":
@@ -67,7 +67,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
     fault = flashinfer_msa.last_fault()
     found["fault"] = None if fault is None else {**asdict(fault), "words": str(fault)}
     try:
-        side.plan.decode_merge(valid, output, comm=side.comm, slot=slot, tagged=tagged)
+        side.indexer.decode_merge(valid, output, comm=side.comm, slot=slot, tagged=tagged)
     except RuntimeError as error:
         found["next call"] = str(error)
     results.write_text(json.dumps(found))
@@ -75,7 +75,7 @@ def lose_the_peer(rank: int, tagged: bool, wait: str, results: Path) -> None:
 
 
 def come_late(rank: int, tagged: bool, seconds: float) -> None:
-    """Rank 1 reaches a layer ``seconds`` late, which is no fault."""
+    """Rank 1 starts a layer ``seconds`` late, which is not a fault."""
     (side,) = _sides
     begin = time.monotonic()
     if rank == 1:
@@ -88,5 +88,5 @@ def come_late(rank: int, tagged: bool, seconds: float) -> None:
 
 
 def _synchronize(side: Rank) -> None:
-    if side.plan.device.type == "cuda":
+    if side.indexer.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real FlashInfer packages for tests: unpacked from their wheels and run in processes of their own, never installed.
+"""Real FlashInfer packages for tests, unpacked from their wheels and run in separate processes, never installed.
 
-Importing them needs packages of the ``test`` extra and a torch of any kind, no GPU and no compiler.
+Importing them needs the packages of the ``test`` extra and any torch. It needs no GPU and no compiler.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("0.6.18", "0.7.4")
-"""Without the ICP functions, and with them."""
+"""A version without the ICP functions, and one with them."""
 WHEELS_VARIABLE = "FLASHINFER_MSA_TEST_WHEELS"
-"""Environment variable: a folder that has the wheels already."""
-_KEPT = ROOT / "build" / "flashinfer-wheels"
-"""Wheels that were downloaded, and what was unpacked."""
+"""Environment variable that names a folder with the wheels."""
+_CACHE = ROOT / "build" / "flashinfer-wheels"
+"""Folder of the downloaded wheels and their unpacked packages."""
 _NO_NETWORK = re.compile("connection broken by|from versions: none")
-"""What pip says where no index can be reached, or none may be."""
+"""What pip prints where no index can be reached or none is allowed."""
 
 
 @functools.cache
 def unpacked(version: str) -> Path:
-    """The folder that has the package ``flashinfer`` of a version in it; skips the test where there is no network."""
-    folder = _KEPT / version
+    """Return the folder with a version's package ``flashinfer``. Skips the test where there is no network."""
+    folder = _CACHE / version
     if not folder.is_dir():
         wheel = _wheel(version)
-        with tempfile.TemporaryDirectory(dir=_KEPT) as made, zipfile.ZipFile(wheel) as archive:
+        with tempfile.TemporaryDirectory(dir=_CACHE) as made, zipfile.ZipFile(wheel) as archive:
             archive.extractall(Path(made, version), [name for name in archive.namelist() if _is_wanted(name)])
             _move(Path(made, version), folder)
     return folder
 
 
 def run_python(*arguments: object, version: str | None = None, seconds: int = 300, **environment: str) -> str:
-    """Run this interpreter with a version of FlashInfer in its path; what it prints, or a failure that says why."""
+    """Run this interpreter with a version of FlashInfer in its path; return what it prints, or fail with its output."""
     folders = [unpacked(version)] if version else []
     with tempfile.TemporaryDirectory() as cache:
         if not torch.cuda.is_available():
@@ -67,25 +67,25 @@ def run_python(*arguments: object, version: str | None = None, seconds: int = 30
 
 
 def _is_wanted(name: str) -> bool:
-    """Whether importing the package needs a file of its wheel: neither kernel sources nor bundled libraries."""
+    """Whether importing the package needs this file of its wheel. Kernel sources and bundled libraries do not count."""
     folder = name.split("/", 1)[0]
     return folder.endswith(".dist-info") or (folder == "flashinfer" and name.endswith((".py", ".pyi", ".json")))
 
 
 def _wheel(version: str) -> Path:
     name = f"flashinfer_python-{version}-*.whl"
-    _KEPT.mkdir(parents=True, exist_ok=True)
+    _CACHE.mkdir(parents=True, exist_ok=True)
     given = os.environ.get(WHEELS_VARIABLE)
     if given:
         found = next(Path(given).glob(name), None)
         assert found, f"{WHEELS_VARIABLE} must be a folder with a wheel {name}, was {given}"
         return found
-    found = next(_KEPT.glob(name), None)
+    found = next(_CACHE.glob(name), None)
     if found is None:
-        with tempfile.TemporaryDirectory(dir=_KEPT) as made:
+        with tempfile.TemporaryDirectory(dir=_CACHE) as made:
             _download(version, made)
             (wheel,) = Path(made).glob(name)
-            found = _move(wheel, _KEPT / wheel.name)
+            found = _move(wheel, _CACHE / wheel.name)
     return found
 
 
@@ -101,11 +101,11 @@ def _download(version: str, folder: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _move(made: Path, place: Path) -> Path:
-    """Move ``made`` to its path, unless another process was first."""
+def _move(made: Path, target: Path) -> Path:
+    """Move ``made`` to ``target``, unless another process was first."""
     try:
-        made.rename(place)
+        made.rename(target)
     except OSError:
-        if not place.exists():
+        if not target.exists():
             raise
-    return place
+    return target

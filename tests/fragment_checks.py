@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fragments of a kernel source need before them, found from their text and compared with what they state.
+"""Compares what the fragments of a kernel source need before them with what they state.
 
-A fragment states it in a comment: ``// Needs: params.h, ptx/a.cuh or ptx/b.cuh.`` It may go on in the next line. A
-fragment without such a comment needs nothing but what it includes itself.
+A fragment states its needs in a comment: ``// Needs: params.h, ptx/a.cuh or ptx/b.cuh.`` The comment may continue on
+the next line. A fragment without such a comment needs only what it includes itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NAME = re.compile(r"(?<![\w.>])(?:(\w+)::)?(\w+)(?:<[\w:, ]*>)?(\()?")
 
 
 def stated_needs(text: str) -> list[tuple[str, ...]]:
-    """Return the stated needs of a fragment, each with its alternatives."""
+    """Return the needs that a fragment states, each with its alternatives."""
     statement = _STATEMENT.search(text)
     needs = statement[1].replace("\n// ", " ").split(", ") if statement else []
     return [tuple(need.split(" or ")) for need in needs]
 
 
 def copy_marked(templates: Path, to: Path) -> Path:
-    """Copy the templates with every fragment between marks, which stay in what is rendered from them."""
+    """Copy the templates with marks around every fragment. The marks stay in rendered sources."""
     shutil.copytree(templates, to)
     for path in to.rglob("*"):
         if path.is_file() and not path.name.endswith(".cu.j2"):
@@ -48,7 +48,7 @@ def copy_marked(templates: Path, to: Path) -> Path:
 
 
 def fragments_of(unit: Unit, marked: Path) -> dict[str, list[str]]:
-    """Return the fragments of a unit in order, and the lines of each without those of fragments within it."""
+    """Return the fragments of a unit in order, each with its lines but without those of nested fragments."""
     lines: dict[str, list[str]] = {}
     within: list[str] = []
     for line in render(unit, marked).splitlines():
@@ -63,7 +63,10 @@ def fragments_of(unit: Unit, marked: Path) -> dict[str, list[str]]:
 
 
 def _scan(lines: Iterable[str]) -> Iterator[tuple[set[str], set[str]]]:
-    """Names that each line defines and uses, outside comments: with their namespace, functions with a parenthesis."""
+    """Yield the names that each line defines and uses outside comments.
+
+    A name has its namespace, and a function's name ends with a parenthesis.
+    """
     namespace = ""
     for line in lines:
         code = _STRING.sub("", line).partition("//")[0]
@@ -82,7 +85,7 @@ def _scan(lines: Iterable[str]) -> Iterator[tuple[set[str], set[str]]]:
 
 
 def _problems_of(unit: Unit, marked: Path, used_needs: set[tuple[str, str]]) -> Iterator[str]:
-    """Say what is wrong in a unit, and add the needs that its fragments have."""
+    """Yield the problems of a unit, and add its fragments' actual needs to ``used_needs``."""
     fragments = fragments_of(unit, marked)
     order = list(fragments)
     scanned = {name: list(_scan(lines)) for name, lines in fragments.items()}
@@ -103,7 +106,7 @@ def _problems_of(unit: Unit, marked: Path, used_needs: set[tuple[str, str]]) -> 
 
 
 def find_problems(units: Iterable[Unit], marked: Path) -> set[str]:
-    """Say where fragments stand before what they need, and where a statement has too little or too much."""
+    """Return the fragments that precede what they need, and the statements that have too little or too much."""
     used: set[tuple[str, str]] = set()
     problems = {problem for unit in units for problem in _problems_of(unit, marked, used)}
     for name in {name for name, _ in used}:

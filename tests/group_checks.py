@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode and prefill over many inputs by ranks in processes: functions that ``process_group`` runs."""
+"""Checks of decode and prefill over many inputs with a process per rank; ``process_group`` runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_checks import Place, owned_top16
+from comm_checks import Setup, owned_top16
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.comm import exchange_carriers
@@ -29,7 +29,7 @@ from flashinfer_msa.testing.problems import (
 )
 
 Results = dict[tuple[Any, ...], Comparison]
-"""What became of each case."""
+"""The comparison of each case."""
 
 QUERY_LENS = range(1, 9)
 BATCHES: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "long": {"query_lens": (900, 1), "kv_lens": (18000, 2000)},
 }
 WAYS = ("eager", "prepared", "layer graphs", "graph", "graph of prepared")
-"""How a step is launched; the last two only on a GPU."""
+"""Ways to launch a step. The last two need a GPU."""
 PREFILL_CASES = list(itertools.product(WINDOWS, CHAINS, WAYS[:4]))
 """Window, chain and way."""
 _LONGEST = 20001
@@ -59,29 +59,29 @@ _LAYERS, _STEPS = 9, 7
 
 
 def ways_on(device: str) -> tuple[str, ...]:
-    """The ways that there are on a type of device."""
+    """Return the ways to launch on a type of device."""
     return WAYS if device == "cuda" else WAYS[:3]
 
 
-def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Results:
-    """Every decode case of a layout, each once in every slot set, with and without programmatic dependent launch."""
-    plan = place.plan(
+def decode_matrix(rank: int, layout: str, query_lens: range, setup: Setup) -> Results:
+    """Run every decode case of a layout, once per slot set, with and without programmatic dependent launch."""
+    indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=43, max_decode_query_len=8, max_model_len=_LONGEST, max_num_seqs=5
     )
     results: Results = {}
     uses = itertools.count()
-    with place.comm(plan) as comm:
+    with setup.comm(indexer) as comm:
         dist.barrier()
         for query_len, (name, batch) in itertools.product(query_lens, BATCHES.items()):
             problem = DecodeProblem.random(
-                plan.layout, **batch, decode_query_len=query_len, device=plan.device, seed=query_len
+                indexer.layout, **batch, decode_query_len=query_len, device=indexer.device, seed=query_len
             )
-            keys, expected = problem.shard(rank), owned_top16(plan, problem)
+            keys, expected = problem.shard(rank), owned_top16(indexer, problem)
             for tagged, chain in itertools.product((False, True), CHAINS):
                 counts = Comparison()
                 for slot in range(NUM_SLOT_SETS):
-                    scores, output = planes(plan, len(problem.index_q), strided=name == "strided")
-                    plan.decode(
+                    scores, output = planes(indexer, len(problem.index_q), strided=name == "strided")
+                    indexer.decode(
                         problem.index_q,
                         keys,
                         problem.block_table,
@@ -94,7 +94,7 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
                         tagged=tagged,
                         decode_query_len=query_len,
                         enable_pdl=bool(next(uses) % 2),
-                        pool=decode_pool(plan) if chain == "fused" else None,
+                        pool=decode_pool(indexer) if chain == "fused" else None,
                     )
                     counts = counts.plus(compare(output, expected))
                 results[query_len, name, tagged, chain] = counts
@@ -102,32 +102,32 @@ def decode_matrix(rank: int, layout: str, query_lens: range, place: Place) -> Re
     return results
 
 
-def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: Place) -> Results:
-    """Steps of several layers, launched in each way, over queries that no row of an earlier use fits to."""
-    plan = place.plan(
+def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, setup: Setup) -> Results:
+    """Run steps of several layers, launched in each way. Queries change, so a row of an earlier use would be wrong."""
+    indexer = setup.indexer(
         rank, LAYOUTS[layout], max_decode_tokens=9, max_model_len=_LONGEST, num_sparse_layers=_LAYERS, max_num_seqs=4
     )
     problem = DecodeProblem.random(
-        plan.layout, seq_lens=(5000, 300, 0, 2000), decode_query_len=2, device=plan.device, seed=3
+        indexer.layout, seq_lens=(5000, 300, 0, 2000), decode_query_len=2, device=indexer.device, seed=3
     )
     problems, keys = _with_other_queries(problem, 4), problem.shard(rank)
-    expected = [owned_top16(plan, each) for each in problems]
+    expected = [owned_top16(indexer, each) for each in problems]
     tokens = len(problem.index_q)
     queries = [torch.empty_like(problem.index_q) for _ in range(_LAYERS)]
-    scores, _ = planes(plan, tokens)
-    outputs = [planes(plan, tokens)[1] for _ in range(_LAYERS)]
+    scores, _ = planes(indexer, tokens)
+    outputs = [planes(indexer, tokens)[1] for _ in range(_LAYERS)]
     inputs = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
     results: Results = {}
-    with place.comm(plan) as comm:
-        form = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
-        steps = [plan.prepare_decode_step(*inputs, output, **form) for output in outputs]
-        shared_output = planes(plan, tokens)[1]
-        shared_step = plan.prepare_decode_step(*inputs, shared_output, **form)
-        graphs = plan.layer_graphs()
+    with setup.comm(indexer) as comm:
+        options = {"comm": comm, "tagged": tagged, "decode_query_len": 2, "enable_pdl": enable_pdl}
+        steps = [indexer.prepare_decode_step(*inputs, output, **options) for output in outputs]
+        shared_output = planes(indexer, tokens)[1]
+        shared_step = indexer.prepare_decode_step(*inputs, shared_output, **options)
+        graphs = indexer.layer_graphs()
 
         def eager() -> None:
             for layer, (query, output) in enumerate(zip(queries, outputs, strict=True)):
-                plan.decode(query, keys, *inputs, output, slot=layer % NUM_SLOT_SETS, **form)
+                indexer.decode(query, keys, *inputs, output, slot=layer % NUM_SLOT_SETS, **options)
 
         def prepared() -> None:
             for layer, (step, query) in enumerate(zip(steps, queries, strict=True)):
@@ -141,7 +141,7 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
 
         runs = {"eager": eager, "prepared": prepared, "layer graphs": layer_graphs}
         dist.barrier()
-        for way in ways_on(plan.device.type):
+        for way in ways_on(indexer.device.type):
             run = runs[way] if way in runs else _captured(prepared if "prepared" in way else eager, queries, problems)
             counts = Comparison()
             for step in range(_STEPS):
@@ -152,60 +152,60 @@ def decode_steps(rank: int, layout: str, tagged: bool, enable_pdl: bool, place: 
                 for layer, output in enumerate(outputs):
                     counts = counts.plus(compare(output, expected[(layer + step) % 4]))
             results[(way,)] = counts
-        if plan.device.type == "cuda":
+        if indexer.device.type == "cuda":
             assert graphs.stats["replayed_layers"] == _LAYERS * (_STEPS - 2), graphs.stats
         assert int(comm.errors) == 0
-        # No graph outlives the storage that it stores into.
+        # Graphs must not outlive the storage that they store into.
         graphs.clear()
     return results
 
 
-def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, place: Place) -> Results:
-    """Every prefill case of some of ``WINDOWS``, cut at ``tokens``: launched in each way, over queries that change."""
-    # So many tokens a step that it may have four windows.
-    plan = place.plan(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
-    scratch = torch.empty(plan.prefill_scratch_shape(), device=plan.device)
-    pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device=plan.device)
+def prefill_matrix(rank: int, layout: str, names: Sequence[str], tokens: int, setup: Setup) -> Results:
+    """Run every prefill case of some ``WINDOWS``, cut at ``tokens``, launched in each way, with changing queries."""
+    # Enough tokens per step for four windows.
+    indexer = setup.indexer(rank, LAYOUTS[layout], max_num_batched_tokens=4 * MAX_WINDOW_TOKENS, max_model_len=_LONGEST)
+    scratch = torch.empty(indexer.prefill_scratch_shape(), device=indexer.device)
+    pool = torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device=indexer.device)
     results: Results = {}
     for name in names:
         window = WINDOWS[name]
-        problem = PrefillProblem.random(plan.layout, **window, device=plan.device, seed=4, page_pitch_extra=48)
+        problem = PrefillProblem.random(indexer.layout, **window, device=indexer.device, seed=4, page_pitch_extra=48)
         for chain in CHAINS:
             storage = (None, pool) if chain == "fused" else (scratch, None)
-            found = _prefill_ways(plan, problem, tokens, *storage)
+            found = _prefill_ways(indexer, problem, tokens, *storage)
             results.update({(name, chain, way): counts for way, counts in found})
     return results
 
 
 def _prefill_ways(
-    plan: MSAIcpIndexerPlan,
+    indexer: MSAIcpIndexerPlan,
     problem: PrefillProblem,
     tokens: int,
     scratch: torch.Tensor | None,
     pool: torch.Tensor | None,
 ) -> Iterator[tuple[str, Comparison]]:
-    problems, keys = _with_other_queries(problem, 2), problem.shard(plan.rank)
-    near_tie = TENSOR_CORE_ERROR * 2 if plan.backend == "cake" else NEAR_TIE
-    expected = [owned_top16(plan, each) for each in problems]
+    problems, keys = _with_other_queries(problem, 2), problem.shard(indexer.rank)
+    near_tie = TENSOR_CORE_ERROR * 2 if indexer.backend == "cake" else NEAR_TIE
+    expected = [owned_top16(indexer, each) for each in problems]
     query, total = problem.index_q.clone(), len(problem.index_q)
-    ints = {"dtype": torch.int32, "device": plan.device}
+    ints = {"dtype": torch.int32, "device": indexer.device}
     send = torch.full((NUM_HEADS, total, ROW_WORDS), -777, **ints)
-    received = torch.full((plan.world_size, plan.heads_per_rank, total, ROW_WORDS), -777, **ints)
-    output = planes(plan, total)[1]
+    received = torch.full((indexer.world_size, indexer.heads_per_rank, total, ROW_WORDS), -777, **ints)
+    output = planes(indexer, total)[1]
     windows, start = [], 0
     for number, cut in enumerate(problem.windows(tokens)):
-        window_plan = plan.prefill_window_plan(number, *cut.segments, **cut.bounds)
+        window_plan = indexer.prefill_window_plan(number, *cut.segments, **cut.bounds)
         windows.append((start, start + len(cut.index_q), cut.block_table, window_plan))
         start += len(cut.index_q)
-    step = plan.prepare_prefill_step(windows, scratch, problem.num_valid_pages, send, received, output, pool=pool)
-    graphs = plan.layer_graphs()
+    step = indexer.prepare_prefill_step(windows, scratch, problem.num_valid_pages, send, received, output, pool=pool)
+    graphs = indexer.layer_graphs()
 
     def eager() -> None:
         for begin, end, table, window_plan in windows:
             rows = (query[begin:end], keys, table, window_plan, scratch)
-            plan.prefill_local(*rows, problem.num_valid_pages[begin:end], send[:, begin:end], pool=pool)
+            indexer.prefill_local(*rows, problem.num_valid_pages[begin:end], send[:, begin:end], pool=pool)
         exchange_carriers(send, received)
-        plan.prefill_merge(received, problem.num_valid_pages, output)
+        indexer.prefill_merge(received, problem.num_valid_pages, output)
 
     def prepared() -> None:
         step.local(query, keys)
@@ -216,7 +216,7 @@ def _prefill_ways(
         graphs.begin_step(prefill=step, exchange=lambda: exchange_carriers(send, received)).run(0, query, keys)
 
     runs = {"eager": eager, "prepared": prepared, "layer graphs": layer_graphs}
-    for way in ways_on(plan.device.type)[:4]:
+    for way in ways_on(indexer.device.type)[:4]:
         run = runs[way] if way in runs else _captured(prepared)
         counts = Comparison()
         for again in range(4):
@@ -226,7 +226,7 @@ def _prefill_ways(
             run()
             counts = counts.plus(compare(output, expected[again % 2], near_tie=near_tie))
         yield way, counts
-    if plan.device.type == "cuda":
+    if indexer.device.type == "cuda":
         assert graphs.stats["replayed_layers"] == 2, graphs.stats
     graphs.clear()
 
@@ -234,33 +234,33 @@ def _prefill_ways(
 def _captured(
     run: Callable[[], None], queries: list[torch.Tensor] | None = None, problems: list[Problem] | None = None
 ) -> Callable[[], None]:
-    """The replay of a graph of ``run``, which has run once, of ``problems``' queries."""
+    """Run ``run`` once with ``problems``' queries, capture it, and return the graph's replay."""
     for layer, query in enumerate(queries or []):
         query.copy_(problems[layer % len(problems)].index_q)
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # The process group's own threads query events meanwhile.
+    # The process group's own threads query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 def _with_other_queries(problem: Any, count: int) -> list[Any]:
-    """The same cache and lengths with random queries, the same on every rank."""
+    """Return problems with the same cache and lengths and new random queries, equal on every rank."""
     generator = torch.Generator(problem.index_q.device).manual_seed(9)
     return [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(count)]
 
 
-def planes(plan: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and output, poisoned; ``strided`` ones are views of larger tensors, not aligned."""
-    columns, heads, more = plan.decode_score_columns, plan.heads_per_rank, int(strided)
-    scores = torch.full((tokens, NUM_HEADS + more, columns + 3 * more), -12345.5, device=plan.device)
-    output = torch.full((tokens, heads + more, TOP_K + 3 * more), -777, dtype=torch.int32, device=plan.device)
+def planes(indexer: MSAIcpIndexerPlan, tokens: int, *, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return poisoned scores and output. ``strided`` ones are unaligned views of larger tensors."""
+    columns, heads, more = indexer.decode_score_columns, indexer.heads_per_rank, int(strided)
+    scores = torch.full((tokens, NUM_HEADS + more, columns + 3 * more), -12345.5, device=indexer.device)
+    output = torch.full((tokens, heads + more, TOP_K + 3 * more), -777, dtype=torch.int32, device=indexer.device)
     return scores[:, :NUM_HEADS, more : columns + more], output[:, :heads, :TOP_K]
 
 
-def decode_pool(plan: MSAIcpIndexerPlan) -> torch.Tensor:
-    """A pool for the fused chain, of a larger key in every place than any candidate has."""
-    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=plan.max_decode_tokens)
-    return torch.full((size,), 255, dtype=torch.uint8, device=plan.device)
+def decode_pool(indexer: MSAIcpIndexerPlan) -> torch.Tensor:
+    """Return a pool for the fused chain, filled with a key larger than any candidate's."""
+    size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=indexer.max_decode_tokens)
+    return torch.full((size,), 255, dtype=torch.uint8, device=indexer.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of one architecture built for another: ``portable_units.py NAME DATA ARGUMENT...`` runs pytest with them.
+"""Builds kernels of one architecture for another and runs pytest: ``portable_units.py NAME DATA ARGUMENT...``.
 
-Those of ``NAME`` are built for this machine's GPU into ``DATA``, unless they are there, and take the place of the
-installed ones. So portable kernels run, under a sanitizer too, on a GPU that has kernels of its own.
+The kernels of ``NAME`` are built for this machine's GPU into ``DATA``, unless they are there, and replace the installed
+ones. So portable kernels can run, also under a sanitizer, on a GPU that has its own kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashinfer_msa.runtime import loader
 
 
 def target_of(capability: tuple[int, int]) -> Architecture | None:
-    """The architecture of a compute capability, None where the matrix has none."""
+    """Return the architecture of a compute capability, or None if the matrix has none."""
     return next((arch for arch in ARCHITECTURES.values() if arch.capability == capability), None)
 
 
@@ -38,9 +38,9 @@ def runs_on(name: str, target: Architecture) -> bool:
 
 @contextmanager
 def built_as(name: str, target: Architecture) -> Iterator[None]:
-    """Have the matrix make of ``target`` what it makes of architecture ``name``.
+    """Make the matrix build for ``target`` the kernels of architecture ``name``.
 
-    But kernels wait for their predecessors where the launcher makes them programmatic dependents.
+    Programmatic dependent launch stays that of ``target``, because the launcher uses it there.
     """
     arch = replace(
         ARCHITECTURES[name],
@@ -59,7 +59,7 @@ def built_as(name: str, target: Architecture) -> Iterator[None]:
 
 
 def main() -> None:
-    """Build, run pytest, and fail where no kernel of the build has run."""
+    """Build, run pytest, and fail if no kernel of the build has run."""
     name, data, *arguments = sys.argv[1:]
     folder = Path(data).resolve()
     if not (folder / manifest.FILE).is_file():

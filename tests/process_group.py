@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one torch.distributed group that run functions together, for tests with one rank a process."""
+"""Processes of one torch.distributed group that run functions together, for tests with one process per rank."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import torch.distributed as dist
 
 START_SECONDS = 120.0
 _GRACE_SECONDS = 10.0
-"""How long the other ranks may take once one has failed."""
+"""How long the other ranks may still take after one has failed."""
 
 
 class RankError(Exception):
-    """What went wrong on the ranks, with their tracebacks."""
+    """The failures of the ranks, with their tracebacks."""
 
 
 class ProcessGroup:
-    """``world_size`` processes with an initialized default group, ``backend`` gloo or nccl; a context manager.
+    """A context manager of ``world_size`` processes with an initialized default group, ``backend`` gloo or nccl.
 
-    With CUDA devices, rank ``r`` has device ``r % devices`` as its current one, of all that there are by default. A
-    function that a rank runs must be importable by name. The processes start side by side, and are reused by every
-    :meth:`run` until one fails to answer.
+    With CUDA devices, the current device of rank ``r`` is ``r % devices``; ``devices`` is by default all that there
+    are. A function that a rank runs must be importable by name. The processes start in parallel, and every :meth:`run`
+    reuses them until one fails to answer.
     """
 
     def __init__(
         self, world_size: int, *, backend: str = "gloo", devices: int | None = None, group_timeout: float = 60.0
     ) -> None:
         self.world_size = world_size
-        # The store is here, so that it outlives any rank.
+        # The store is in this process, so that it outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self._processes, self._connections = [], []
@@ -45,23 +45,23 @@ class ProcessGroup:
             arguments = (rank, world_size, backend, devices, self._store.port, group_timeout, there)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
-            there.close()  # so that the end of the process is the end of the connection
+            there.close()  # so that the connection ends with the process
             self._processes.append(process)
             self._connections.append(here)
         self._ready = False
 
     @property
     def alive(self) -> bool:
-        """Whether every rank can still run something."""
+        """Whether every rank can still run a function."""
         return all(process.is_alive() for process in self._processes)
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0, dies: tuple[int, ...] = ()
     ) -> list[Any]:
-        """Run ``function(rank, *arguments)`` on every rank and return what it returned, in the order of ranks.
+        """Run ``function(rank, *arguments)`` on every rank and return the results in the order of ranks.
 
         Raises :class:`RankError` with the tracebacks of the ranks that raised, died or did not answer in ``timeout``
-        seconds. Ranks in ``dies`` are expected to die, and answer None.
+        seconds. Ranks in ``dies`` are expected to die; their result is None.
         """
         if not self._ready:
             self._collect(START_SECONDS, ())
@@ -93,7 +93,7 @@ class ProcessGroup:
         self.close()
 
     def _collect(self, timeout: float, dies: tuple[int, ...]) -> list[Any]:
-        """One answer of every rank."""
+        """Return one answer per rank."""
         deadline = time.monotonic() + timeout
         answers: list[Any] = [None] * self.world_size
         failures: dict[int, str] = {}
@@ -132,7 +132,7 @@ def _work(
     group_timeout: float,
     connection: Connection,
 ) -> None:
-    """What each process does: join the group, and run what it is told until the connection ends."""
+    """Join the group, and run functions until the connection ends. Each process runs this."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % (devices or torch.cuda.device_count()))

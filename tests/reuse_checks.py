@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of integers, launch after launch, bit for bit: they show a shared-memory stage that is refilled too early.
+"""Compares integer scores bit for bit over many launches, which shows a shared-memory stage refilled too early.
 
-Elements are integers of at most 4, so every sum is exact in FP32 and in the tensor cores' accumulators, in any order. A
-page's keys share a sign. For the heads whose scores of the page are all negative, one row of a page of the other sign
-raises the maximum. Signs of queries differ from launch to launch, so every page has such heads.
+Elements are integers of at most 4, so every sum is exact in FP32 and in the tensor cores' accumulators, in any order.
+The keys of a page share a sign. For heads whose scores of the page are all negative, one row of a page of the other
+sign raises the maximum. The signs of queries change from launch to launch, so every page has such heads.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 from flashinfer_msa import msa_ops
 from flashinfer_msa.layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, Layout
-from flashinfer_msa.simulate import DecodeProblem, PrefillProblem, Problem
+from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, Problem
 
 POISON = -12345.5
 """A score that no kernel writes."""
 QUERIES = 4
-"""Queries that launches take in rotation."""
+"""Queries that launches use in rotation."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often a problem is scored, and how: by eager calls, or by replays of a CUDA graph of ``QUERIES`` launches."""
+    """How often a problem is scored: by eager calls, or by replays of a CUDA graph of ``QUERIES`` launches."""
 
     launches: int
     graph: bool
 
 
 def _integers(target: torch.Tensor, signs: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill ``target`` with integers from 1 to 4 times ``signs``, which has one sign for each of its first rows."""
+    """Fill ``target`` with integers from 1 to 4, each row of the first dimension with its sign in ``signs``."""
     shape = (-1, *[1] * (target.dim() - 1))
     for part, sign in zip(target.split(1 << 10), signs.split(1 << 10), strict=True):
         part.copy_(torch.randint(1, 5, part.shape, generator=generator, device=part.device).float() * sign.view(shape))
@@ -43,13 +43,13 @@ def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _with_integers(problem: Problem, generator: torch.Generator) -> list[Problem]:
-    """Return ``QUERIES`` problems over the same integer keys, whose queries differ."""
+    """Return ``QUERIES`` problems over the same integer keys with different queries."""
     _integers(problem.pages, _signs(len(problem.pages), generator), generator)
     heads = torch.tensor([1.0, -1.0] * (NUM_HEADS // 2), device=generator.device)
     problems = []
     for index in range(QUERIES):
         query = torch.empty_like(problem.index_q)
-        # Neighbouring heads have opposite signs, and so have neighbouring launches.
+        # Neighbouring heads have opposite signs, and so do successive launches.
         requests = torch.empty(len(query), device=query.device)
         for rows, sign in zip(problem.rows, _signs(len(problem.rows), generator).tolist(), strict=True):
             requests[rows] = sign * (-1) ** index
@@ -59,7 +59,7 @@ def _with_integers(problem: Problem, generator: torch.Generator) -> list[Problem
 
 
 def expected_scores(problem: Problem, shard: torch.Tensor, rank: int, columns: int) -> torch.Tensor:
-    """Maxima of every page that a token sees, from the keys of ``rank``: ``[T, 4, columns]``, elsewhere ``-inf``."""
+    """Return the maximum per page over the keys of ``rank`` that a token sees: ``[T, 4, columns]``, else ``-inf``."""
     layout = problem.layout
     visible = problem.visible_keys
     scores = torch.full((len(problem.index_q), NUM_HEADS, columns), -torch.inf, device=shard.device)
@@ -77,9 +77,9 @@ def expected_scores(problem: Problem, shard: torch.Tensor, rank: int, columns: i
 def _count_mismatches(
     launches: Sequence[Callable[[], None]], plane: torch.Tensor, expected: Sequence[torch.Tensor], repeats: Repeats
 ) -> tuple[int, int]:
-    """Run the launches in rotation, each into a poisoned plane, and compare it with what it should be on the device.
+    """Run the launches in rotation, each into a poisoned plane, and compare the plane on the device.
 
-    Returns the scores that were wrong and the launches. The host waits only at the end.
+    Returns the number of wrong scores and the number of launches. The host waits only at the end.
     """
     mismatches = torch.zeros((), dtype=torch.int64, device=plane.device)
     done = torch.zeros((), dtype=torch.int64, device=plane.device)
@@ -116,7 +116,7 @@ def decode_mismatches(
     backend: str,
     rank: int = 1,
 ) -> tuple[int, int]:
-    """Score long requests again and again; returns the scores that were wrong and the launches."""
+    """Score long requests many times; return the number of wrong scores and the number of launches."""
     problem = DecodeProblem.random(
         layout, seq_lens=[length] * requests, decode_query_len=decode_query_len, device=device, seed=decode_query_len
     )
@@ -160,7 +160,10 @@ def prefill_mismatches(
     backend: str,
     rank: int = 1,
 ) -> tuple[int, int]:
-    """Score many segments of few tokens, each an item with a query of its own: wrong scores, and launches."""
+    """Score many short segments, each an item with its own query, many times.
+
+    Returns the number of wrong scores and the number of launches.
+    """
     problem = PrefillProblem.random(
         layout, query_lens=[tokens] * segments, kv_lens=[length] * segments, device=device, seed=segments
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go one way: read from the sources, those of types and those inside functions too."""
+"""Imports go one way, also those of types and those inside functions. The tests read them from the sources."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ ROOMS = (
     ("cli",),
     ("__main__", "__init__"),
 )
-"""The rooms of the package, in order: a module imports from its own room and from those before it. The first two hold
-single modules, which come in the order that they have here."""
+"""The packages and modules in import order: a module imports from its own tuple and from earlier ones."""
 
 Graph = dict[str, set[str]]
 
 
 def module_names(package: Path) -> dict[str, Path]:
-    """Every module below ``package`` by its dotted name within it; a folder's ``__init__`` has the folder's name."""
+    """Return every module below ``package`` by its dotted name in it. A folder's ``__init__`` has the folder's name."""
     names = {}
     for path in sorted(walk(package)):
         parts = path.relative_to(package).with_suffix("").parts
@@ -52,7 +51,7 @@ def walk(package: Path) -> Iterator[Path]:
 
 
 def imports_of(name: str, path: Path, modules: dict[str, Path], package: str) -> set[str]:
-    """The modules of the package that one of them imports anywhere: at its top, in functions, for types only."""
+    """Return the modules of the package that a module imports, at its top, in functions or for types only."""
     found = set()
     parts = [] if name == "__init__" else name.split(".")
     here = parts if path.name == "__init__.py" else parts[:-1]
@@ -83,7 +82,7 @@ def graph_of(package: Path) -> Graph:
 
 
 def cycle_of(graph: Graph) -> list[str]:
-    """A circle of imports, empty where there is none."""
+    """Return a cycle of imports, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -101,7 +100,7 @@ def cycle_of(graph: Graph) -> list[str]:
 
 
 def upward_imports(graph: Graph, rooms: tuple[tuple[str, ...], ...] = ROOMS) -> list[str]:
-    """The imports of a module from a room that comes after its own."""
+    """Return the imports from a room that comes after the importing module's."""
     rank = {room: number for number, names in enumerate(rooms) for room in names}
     return [
         f"{name} imports {other}"
@@ -140,7 +139,7 @@ def test_no_imports_go_in_a_circle() -> None:
     ],
 )
 def test_an_upward_import_is_found(tmp_path: Path, room: str, statement: str, says: str) -> None:
-    """Whatever its form, and wherever it stands."""
+    """Whatever its syntax and wherever it is."""
     module = tmp_path / "bad.py"
     module.write_text(statement + "\n")
     modules = {**module_names(PACKAGE), f"{room}.bad": module}
@@ -153,10 +152,10 @@ def test_a_circle_is_found() -> None:
 
 
 def test_contributors_are_shown_the_same_order() -> None:
-    """CONTRIBUTING has the rooms in the order of this test."""
+    """CONTRIBUTING lists the rooms in the order of this test."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    places = [text.find(f"| `{room}") for rooms in ROOMS[:-1] for room in rooms]
-    assert -1 not in places and places == sorted(places)
+    positions = [text.find(f"| `{room}") for rooms in ROOMS[:-1] for room in rooms]
+    assert -1 not in positions and positions == sorted(positions)
 
 
 PUBLIC = ("msa_ops", "indexer", "comm", "backends", "prefill.window", "integrations.flashinfer", "testing.problems")
@@ -164,7 +163,7 @@ PUBLIC = ("msa_ops", "indexer", "comm", "backends", "prefill.window", "integrati
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_a_public_module_can_be_the_only_import(module: str) -> None:
-    """Also for compiled code, whose operators must be there whichever module was imported."""
+    """Compiled code works too: its operators are registered whichever module was imported."""
     program = f"""
 import flashinfer_msa.{module}
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU checks of refilled stages, run here with the torch backend: they pass, and see one stale page or query."""
+"""The GPU checks of refilled stages with the torch backend: they pass, and they find one stale page or query."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout:
 
 
 @layouts
-def test_right_scores(layout: Layout) -> None:
+def test_correct_scores_pass(layout: Layout) -> None:
     launches = REPEATS.launches + QUERIES
     assert decode_mismatches(layout, **DECODE) == (0, launches)
     assert prefill_mismatches(layout, **PREFILL) == (0, launches)
@@ -30,8 +30,8 @@ def test_right_scores(layout: Layout) -> None:
 
 @layouts
 @pytest.mark.parametrize("stale", ["row", "query", "launch"])
-def test_one_stale_read_is_seen(layout: Layout, stale: str) -> None:
-    """In one launch of all, a scorer reads one row of another page, a query of another request, or does not run."""
+def test_one_stale_read_is_found(layout: Layout, stale: str) -> None:
+    """In one launch, the scorer reads one row of another page, reads another request's query, or does not run."""
     for function, check, sizes in (
         ("msa_icp_decode_index_score_sharded", decode_mismatches, DECODE),
         ("msa_icp_index_score_sharded", prefill_mismatches, PREFILL),
@@ -51,7 +51,7 @@ def test_one_stale_read_is_seen(layout: Layout, stale: str) -> None:
                     raw = keys.view(torch.uint8).clone()
                     page = int(table[0, 0])
                     other = next(row for row in raw[:, 0] if (row[0] ^ raw[page, 0, 0]) & 0x80)
-                    raw[page, 3] = other  # of a page of the other sign
+                    raw[page, 3] = other  # from a page of the other sign
                     keys = raw.view(keys.dtype)
                 else:
                     query = query.clone()

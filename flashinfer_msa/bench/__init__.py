@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the kernels, the ceilings they are held against and their peers, by CUDA graph replay on this machine's GPU.
+"""Times the kernels, this GPU's ceilings and peer implementations by CUDA graph replay.
 
-Every row is a flat dictionary, one measured case. A *cold* case rotates over more than 256 MB of distinct keys inside
-the captured graph, as the layers of a model do; a *warm* one repeats on the same keys.
+Every row is a flat dictionary of one measured case. A *cold* case rotates over more than 256 MB of distinct keys inside
+the captured graph, as the layers of a model do. A *warm* case reads the same keys in every call.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU can do: reading, copying, multiplying and launching. The kernels are held against these."""
+"""Measures what the GPU can do at best: read, copy, multiply and launch. The kernels are compared with this."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .rows import Row
 from .timing import COLD_BYTES, MIN_CALLS, graph_us, many_calls
 
 _READ_UNIT = 64 << 10
-"""Bytes that a program of the reading kernel takes at a time, at most: it reads whole units."""
+"""The largest number of bytes that a program of the reading kernel reads at a time. It reads only whole units."""
 _GEMM_SIZE = 8192
-"""Rows and columns of the matrices that are multiplied."""
+"""Rows and columns of the multiplied matrices."""
 _CHAIN = 200
 """Tiny kernels in a chain."""
 
@@ -35,7 +35,7 @@ def _read_kernel() -> Any:
 
 
 def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
-    """Microseconds of a pass that reads one of ``buffers`` (uint8, equal sizes) once: the best of a few."""
+    """Return the microseconds of reading one of ``buffers`` (uint8, equal sizes) once, the best of several kernels."""
     kernel = _read_kernel()
     padding = -buffers[0].numel() % _READ_UNIT
     whole = [torch.nn.functional.pad(buffer, (0, padding)) for buffer in buffers] if padding else buffers
@@ -53,13 +53,13 @@ def streaming_read_us(buffers: Sequence[torch.Tensor]) -> float:
 
 
 class Ceilings:
-    """The ceilings of one run, each measured when it is first asked for."""
+    """The ceilings of one run. Each is measured at its first use."""
 
     def __init__(self) -> None:
         self._read_us: dict[tuple[int, bool], float] = {}
 
     def read_us(self, keys: Sequence[torch.Tensor]) -> float:
-        """Microseconds of a streaming pass over one of ``keys``, which are cold if there are several."""
+        """Return the microseconds of a streaming pass over one of ``keys``. Several keys are cold."""
         case = (keys[0].nbytes, len(keys) > 1)
         if case not in self._read_us:
             self._read_us[case] = streaming_read_us([k.view(torch.uint8).flatten() for k in keys])
@@ -67,7 +67,7 @@ class Ceilings:
 
     @functools.cached_property
     def fp8_gemm(self) -> Row:
-        """The row of an FP8 matrix product."""
+        """The row of the FP8 matrix product."""
         a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device="cuda")
         scaled: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -75,7 +75,7 @@ class Ceilings:
 
     @functools.cached_property
     def fp16_gemm(self) -> Row:
-        """The row of an FP16 matrix product."""
+        """The row of the FP16 matrix product."""
         a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.float16, device="cuda") for _ in range(2))
         return _gemm_row("fp16_gemm", lambda: torch.matmul(a, b.T))
 
@@ -86,7 +86,7 @@ def _gemm_row(name: str, multiply: Callable[[], Any]) -> Row:
 
 
 def memory_rows() -> Iterator[Row]:
-    """Streaming reads and a copy."""
+    """Measure streaming reads and a copy."""
     for size in (64 << 20, 1 << 30, 4 << 30):
         buffers = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")]
         if size < COLD_BYTES:
@@ -102,14 +102,14 @@ def memory_rows() -> Iterator[Row]:
         }
     source = torch.randint(0, 256, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    # A kernel, since a copy node of a graph is another engine's and slower.
+    # A kernel copies, because a graph's copy node uses another, slower engine.
     us = graph_us([lambda: torch.add(source.view(torch.int64), 0, out=target.view(torch.int64))])
     size = 2 * source.numel()
     yield {"job": "ceiling", "name": "device_copy", "bytes": size, "us": us, "tb_s": size / us / 1e6, "cold": True}
 
 
 def launch_rows() -> Iterator[Row]:
-    """One of a chain of tiny kernels, and of a chain of programmatic dependents where Triton launches them."""
+    """Measure a kernel of a chain of tiny kernels, and of a chain of programmatic dependents if Triton has them."""
     one = torch.zeros(1, device="cuda")
     yield {"job": "ceiling", "name": "tiny_kernel", "us": graph_us([lambda: one.add_(1)] * _CHAIN), "cold": False}
     dependent = _dependent_launch(one)
@@ -118,7 +118,7 @@ def launch_rows() -> Iterator[Row]:
 
 
 def _dependent_launch(one: torch.Tensor) -> Callable[[], None] | None:
-    """A launch of a tiny kernel that waits for its predecessor and then lets its dependent start, or None."""
+    """Return the launch of a tiny kernel that waits for its predecessor, then lets its dependent start, or None."""
     import triton
     import triton.language as tl
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode of one rank: the scorer, the publisher, the merge, and the chains of them."""
+"""Measures one rank's decode: the scorer, the publisher, the merge, and their chains."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .timing import MIN_CALLS, copies_of, graph_us, many_calls
 class ArmedComms:
     """Receive storage for the chains of several steps, in which the peers' rows have arrived.
 
-    A chain advances the counters and leaves its rows: one copy, which is one node of a graph, brings all of it back.
+    A chain advances the counters and writes its rows. One copy, which is one graph node, restores all of it.
     """
 
     def __init__(self, comm: MSAIcpComm, steps: int) -> None:
-        """Storage for ``steps`` chains; ``comm`` is rank 0's, which has published once in every slot set."""
+        """Allocate storage for ``steps`` chains. ``comm`` is of rank 0, which has published once in every slot set."""
         counters = (comm.publish_generations, comm.expected_generations)
         storage, *sizes = comm.storages[0].numel(), *(counter.numel() for counter in counters)
         words = -(-(storage + sum(sizes)) // 2) * 2  # tagged rows are 64-bit words
@@ -57,13 +57,13 @@ class ArmedComms:
         )
 
     def rearm(self) -> None:
-        """Bring every step back to where the peers' rows have arrived, and this rank's have not."""
+        """Restore every step to the state in which the peers' rows have arrived and this rank's have not."""
         self._live.copy_(self._armed)
 
 
 @dataclass
 class DecodeCase:
-    """One rank's decode step: inputs for several layers, so that a graph over them reads cold keys."""
+    """One rank's decode step, with keys for several layers, so that a graph over them reads cold keys."""
 
     layout: Layout
     indexer: MSAIcpIndexerPlan
@@ -79,14 +79,14 @@ class DecodeCase:
 
     @classmethod
     def make(cls, layout: Layout, batch: int, context: int, query_len: int, *, cold: bool, rank: int = 0) -> DecodeCase:
-        """Random keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
+        """Draw the keys of ``batch`` requests of ``context`` tokens, in pages in random order."""
         return cls.make_ragged(layout, [context] * batch, query_len, cold=cold, rank=rank)
 
     @classmethod
     def make_ragged(
         cls, layout: Layout, contexts: Sequence[int], query_len: int, *, cold: bool, rank: int = 0
     ) -> DecodeCase:
-        """Random keys of requests of so many tokens each, in pages in random order; every rank has others."""
+        """Draw the keys of requests of ``contexts`` tokens, in pages in random order, different on every rank."""
         batch, longest = len(contexts), max(contexts)
         indexers = group_indexers(
             layout,
@@ -123,12 +123,12 @@ class DecodeCase:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the scorer moves: local keys read, and scores of their pages written."""
+        """Bytes that the scorer moves: the local keys that it reads and the scores that it writes."""
         keys = self.keys[0]
         return keys.nbytes + len(keys) * self.query_len * NUM_HEADS * 4
 
     def score(self, keys: torch.Tensor) -> None:
-        """Launch the scorer alone, as the facade does: as a programmatic dependent."""
+        """Launch only the scorer, as a programmatic dependent like the facade."""
         msa_ops.msa_icp_decode_index_score_sharded(
             self.index_q,
             keys,
@@ -144,7 +144,7 @@ class DecodeCase:
         )
 
     def armed(self, steps: int) -> ArmedComms:
-        """Receive storage of ``steps`` chains, where the peers' rows are those that this rank publishes."""
+        """Return receive storage of ``steps`` chains, in which the peers' rows equal this rank's."""
         self.comm.publish_generations.zero_()
         for slot in range(NUM_SLOT_SETS):
             self.indexer.decode_publish(
@@ -162,11 +162,11 @@ class DecodeCase:
         return ArmedComms(self.comm, steps)
 
     def copy_rows_to_peers(self) -> None:
-        """Let the rows that this rank published in slot set 0 stand for its peers' too."""
+        """Copy the rows that this rank published in slot set 0 to its peers'."""
         self.comm.tagged_recv[0, 1:] = self.comm.tagged_recv[0, :1]
 
     def chain(self, keys: torch.Tensor, comm: MSAIcpComm, slot: int, pool: torch.Tensor | None = None) -> None:
-        """Launch score, publish and merge; with ``pool``, the fused chain."""
+        """Launch score, publish and merge, or with ``pool`` the fused chain."""
         self.indexer.decode(
             self.index_q,
             keys,
@@ -183,7 +183,7 @@ class DecodeCase:
         )
 
     def chain_us(self, *, fused: bool = False) -> float:
-        """Microseconds of the chain, of many one after another; the copy that re-arms them is subtracted."""
+        """Return the microseconds of one of many consecutive chains, without the copy that re-arms them."""
         keys = many_calls(self.keys)
         armed = self.armed(len(keys))
         pool = None
@@ -192,7 +192,7 @@ class DecodeCase:
             pool = torch.empty(size, dtype=torch.uint8, device="cuda")
 
         def call(k: torch.Tensor, comm: MSAIcpComm) -> Callable[[], None]:
-            # A call runs once and is captured then, each time with another slot set: none may come twice in a row.
+            # A call runs once and is then captured. Each time it needs another slot set: none may repeat in a row.
             slots = itertools.cycle(range(NUM_SLOT_SETS))
             return lambda: self.chain(k, comm, next(slots), pool)
 
@@ -202,7 +202,7 @@ class DecodeCase:
 
 
 class DecodeShape(NamedTuple):
-    """``batch`` requests of ``context`` tokens each, the last ``query_len`` of which are this step's."""
+    """``batch`` requests of ``context`` tokens each, whose last ``query_len`` tokens are this step's."""
 
     batch: int
     context: int
@@ -210,7 +210,7 @@ class DecodeShape(NamedTuple):
     cold: bool
 
     def row(self, layout: Layout) -> Row:
-        """What a row says of the shape on ``layout``."""
+        """Return the keys of a row that describe the shape on ``layout``."""
         return {
             "layout": layout.title,
             "batch": self.batch,
@@ -237,7 +237,7 @@ DECODE_SHAPES = [
     )
     if cold or query_len == 1
 ]
-"""What is measured unless something else is asked for, of the warm ones those that fit into the L2 cache."""
+"""Default shapes. Warm ones are measured only if their keys fit into the L2 cache."""
 
 SCORE, CHAINS = "decode_score", ("decode_chain", "decode_fused_chain")
 
@@ -245,7 +245,10 @@ SCORE, CHAINS = "decode_score", ("decode_chain", "decode_fused_chain")
 def decode_rows(
     layout: Layout, shape: DecodeShape, jobs: Collection[str], ceilings: Ceilings, peers: Peers | None = None
 ) -> Iterator[Row]:
-    """Scorer and chains, those of ``jobs``: the scorer beside a streaming read of the same bytes, and ``peers``."""
+    """Measure those of scorer and chains that ``jobs`` names, and compare them with ``peers``.
+
+    The scorer is also compared with a streaming read of the same bytes.
+    """
     case = DecodeCase.make(layout, *shape[:3], cold=shape.cold)
     batch, context, query_len, cold = shape
     common = shape.row(layout)
@@ -265,7 +268,7 @@ def decode_rows(
         if row["job"] == SCORE:
             shard = -(-context // layout.world_size)
             if shard < query_len:
-                continue  # no shape of theirs
+                continue  # peers have no such shape
             note = f"their scorer on as many key bytes: {shard} keys a request, {layout.heads_per_rank} heads"
             yield from peers.compare(row, unsharded._replace(context=shard), note)
         else:
@@ -274,14 +277,14 @@ def decode_rows(
 
 
 def _score_figures(case: DecodeCase, ceilings: Ceilings) -> Row:
-    """What the scorer takes, and its share of a streaming pass over the same bytes."""
+    """Return the scorer's time, and its share of the rate of a streaming pass over the same bytes."""
     us = graph_us([partial(case.score, key) for key in many_calls(case.keys)])
     read_us = ceilings.read_us(case.keys) * case.moved_bytes / case.keys[0].nbytes
     return {"us": us, "bytes": case.moved_bytes, "tb_s": case.moved_bytes / us / 1e6, "ceiling_ratio": read_us / us}
 
 
 def ragged_rows(layout: Layout, ceilings: Ceilings) -> Iterator[Row]:
-    """How evenly a batch of one long request and many short ones keeps the multiprocessors busy."""
+    """Measure how evenly a batch of one long and many short requests uses the multiprocessors."""
     contexts = [1 << 20] + [4 << 10] * 63
     case = DecodeCase.make_ragged(layout, contexts, 1, cold=True)
     yield {
@@ -294,9 +297,9 @@ def ragged_rows(layout: Layout, ceilings: Ceilings) -> Iterator[Row]:
 
 
 def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
-    """Select + publish of ready scores into ready rows, and the merge of rows that have arrived.
+    """Measure select + publish of ready scores into free rows, and the merge of rows that have arrived.
 
-    Of a layout, the number of ranks is all that matters here: P128 stands for both page sizes.
+    Only the layout's number of ranks matters here, so P128 stands for both page sizes.
     """
     for world_size in sorted({layout.world_size for layout in layouts}):
         layout = find_layout(BLOCK_TOKENS, world_size)
@@ -332,7 +335,7 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
 
             def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
                 c.comm.expected_generations.zero_()
-                # Not the facade's, which refuses a slot set twice in a row.
+                # The facade would refuse a slot set that repeats in a row.
                 msa_ops.msa_icp_merge_candidates(
                     c.comm.tagged_recv[0],
                     v,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with a GPU each: layers of decode and prefill from end to end, the exchange over NVLink in them.
+"""Measures whole decode and prefill layers, with the exchange over NVLink, by ranks with a GPU each.
 
-Every rank runs the same steps at the same time; their rows are the same on all of them, but for comparisons with peers,
-which rank 0 measures while the others are idle.
+Every rank runs the same steps at the same time and yields the same rows. Only rank 0 measures peers, while the other
+ranks are idle.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ DECODE_SHAPES = [
         (256, 32 << 10),
     )
 ]
-"""Batches that are measured; the one with a target first, lest time runs out."""
+"""Measured batches. The one with a target is first, in case time runs out."""
 PREFILL_SHAPE = PrefillShape(8192, 128 << 10, True)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the group, and a way to meet the others that keeps no GPU busy."""
+    """This process's rank, the world size, and a host group for barriers that keep no GPU busy."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class Ranks:
 
     @classmethod
     def join(cls) -> Ranks:
-        """Join the ranks that torchrun started, each on a GPU of its own.
+        """Join the ranks that torchrun started, each on its own GPU.
 
         Raises
         ------
@@ -83,25 +83,25 @@ class Ranks:
         dist.barrier(self.host)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return every rank's value."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host)
         return values
 
     def first(self, measure: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-        """Rows that rank 0 measures while the others wait; they have none."""
+        """Yield the rows that rank 0 measures, while the other ranks wait and yield none."""
         if self.rank == 0:
             yield from measure()
         self.barrier()
 
 
 def capture(calls: Calls) -> torch.cuda.CUDAGraph:
-    """A graph of calls that have run once."""
+    """Run the calls once, then capture them in a graph."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # The process group's own threads query events meanwhile.
+    # The process group's own threads query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
@@ -109,10 +109,10 @@ def capture(calls: Calls) -> torch.cuda.CUDAGraph:
 
 
 def group_us(ranks: Ranks, calls: Calls, lead_in: Calls, *, replays: int = 11) -> float:
-    """Microseconds of one call: of each replay the slowest rank's time, of these the median.
+    """Return the microseconds of one call: the median over replays of the slowest rank's time.
 
-    ``calls`` are captured in one CUDA graph and replayed. Ranks meet before each replay, and again on their GPUs in a
-    graph of ``lead_in``, which is not timed, so that how soon each host comes out of the first meeting does not count.
+    ``calls`` are captured in one CUDA graph and replayed. Ranks meet at a host barrier before each replay. Then an
+    untimed graph of ``lead_in`` makes their GPUs meet, so that the hosts' delays after the barrier do not count.
     """
     first, graph = capture(lead_in), capture(calls)
     times = []
@@ -133,29 +133,29 @@ def group_us(ranks: Ranks, calls: Calls, lead_in: Calls, *, replays: int = 11) -
 def decode_rows(
     ranks: Ranks, layout: Layout, shape: DecodeShape, ceilings: Ceilings, peers: Peers | None = None
 ) -> Iterator[Row]:
-    """A decode layer of every rank, beside a streaming read of a rank's keys, and beside unsharded ``peers``."""
+    """Measure a decode layer on all ranks; compare it with a streaming read of a rank's keys and unsharded peers."""
     batch, context, query_len, cold = shape
     case = DecodeCase.make(layout, batch, context, query_len, cold=cold, rank=ranks.rank)
     keys = many_calls(case.keys)
-    keys += keys[: -len(keys) % NUM_SLOT_SETS]  # the lead-in and every replay begin with slot set 0
+    keys += keys[: -len(keys) % NUM_SLOT_SETS]  # so that the lead-in and every replay begin at slot set 0
     with allocate_comm(case.indexer) as comm:
         calls = [lambda k=k, slot=i % NUM_SLOT_SETS: case.chain(k, comm, slot) for i, k in enumerate(keys)]
         ranks.barrier()
         us = group_us(ranks, calls, calls[:NUM_SLOT_SETS])
     row: Row = {"job": "decode_chain", **shape.row(layout), "us": us, "bytes": case.keys[0].nbytes}
 
-    def beside() -> Iterator[Row]:
+    def comparisons() -> Iterator[Row]:
         yield {**row, "ceiling_ratio": ceilings.read_us(case.keys) / us}
         if peers is not None:
             heads = layout.heads_per_rank
             unsharded = PeerShape(batch, context, heads, query_len, cold)
             yield from peers.compare(row, unsharded, f"theirs without shards, on one GPU: all keys, {heads} heads")
 
-    yield from ranks.first(beside)
+    yield from ranks.first(comparisons)
 
 
 def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[Row]:
-    """A prefill layer of every rank: local part, exchange and merge, each alone and all together."""
+    """Measure a prefill layer on all ranks: local part, exchange and merge, each by itself and all together."""
     tokens, context, cold = shape
     case = PrefillCase.make(layout, [(tokens, context)], cold=cold, rank=ranks.rank)
     window = case.make_plan()
@@ -201,7 +201,7 @@ def prefill_rows(ranks: Ranks, layout: Layout, shape: PrefillShape) -> Iterator[
 
 
 def group_steps(ranks: Ranks, peers: Peers | None) -> list[Step]:
-    """What is measured with ranks that have a GPU each, over the layouts of as many ranks."""
+    """Return the steps for ranks with a GPU each, over the layouts of that many ranks."""
     ceilings = Ceilings()
     layouts = [layout for layout in LAYOUTS.values() if layout.world_size == ranks.world_size]
     tokens, context, _ = PREFILL_SHAPE

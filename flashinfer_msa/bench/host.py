@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time: what a layer's decode costs the CPU, in each form that it is launched in, beside bare launches."""
+"""Measures the CPU time of a decode layer, for each way to launch it, and of bare launches."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .rows import Row
 
 
 def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
-    """Host time of a decode by the wall clock: an eager call, a prepared step, a layer graph's replay; and of launches.
+    """Measure the wall-clock host time of an eager call, a prepared step, a layer graph's replay and bare launches.
 
-    Every call starts with an idle GPU; the peers' rows have arrived.
+    Every call starts on an idle GPU, after the peers' rows have arrived.
     """
     case = DecodeCase.make(LAYOUTS["p128_tp4"], 32, context, 1, cold=False)
     armed = case.armed(1)
     (comm,), indexer = armed.comms, case.indexer
     query, keys = case.index_q, case.keys[0]
     prepared = (case.block_table, case.seq_lens, case.num_valid_pages, case.scores, case.output)
-    form: dict[str, Any] = {"comm": comm, "tagged": True, "decode_query_len": 1}
+    options: dict[str, Any] = {"comm": comm, "tagged": True, "decode_query_len": 1}
     slots = itertools.cycle(range(NUM_SLOT_SETS))
-    # The second step of a key captures; then every slot set has its graph.
+    # The second step of a key captures. After that, every slot set has its graph.
     warm_calls = 3 * NUM_SLOT_SETS
 
     def median_us(call: Callable[[int], None], before: Callable[[], None] = lambda: None) -> float:
@@ -50,9 +50,9 @@ def host_rows(*, calls: int = 300, context: int = 4096) -> Iterator[Row]:
         return {"job": "host", "name": name, "us": us, "cold": False}
 
     decode = indexer.decode
-    yield row("decode, 3 launches", median_us(lambda slot: decode(query, keys, *prepared, slot=slot, **form)))
+    yield row("decode, 3 launches", median_us(lambda slot: decode(query, keys, *prepared, slot=slot, **options)))
 
-    step = indexer.prepare_decode_step(*prepared, **form)
+    step = indexer.prepare_decode_step(*prepared, **options)
     run = step.run
     yield row("prepared decode step", median_us(lambda slot: run(query, keys, slot=slot)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each job of the benchmark measures, as a list of steps."""
+"""Lists the steps that each job of the benchmark measures."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ from .rows import Row, finished, is_as_warm_as_it_says, keys_text
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a job that holds its inputs by itself: what a progress bar calls it, its rows when it is run, and on
-    how many GPUs that is."""
+    """A part of a job that allocates its own inputs.
+
+    ``label`` is for a progress bar, ``measure`` yields the rows, and ``gpus`` is the number of GPUs that take part.
+    """
 
     label: str
     measure: Callable[[], Iterable[Row]]
     gpus: int = 1
 
     def rows(self) -> Iterator[Row]:
-        """The measured rows, as they are written; no memory is kept after the last one."""
+        """Yield the measured rows as they are written, then free the memory."""
         for row in self.measure():
             yield finished(row, self.gpus)
         torch.cuda.empty_cache()
 
 
 CEILINGS = (Step("reading and copying", memory_rows), Step("launching", launch_rows))
-"""What the decode kernels are held against."""
+"""The ceilings that the decode kernels are compared with."""
 
 
 @dataclass
 class Jobs:
-    """The jobs of one run, which share ceilings and peers."""
+    """The jobs of one run. They share ceilings and peers."""
 
     layouts: Sequence[Layout]
     peers: Peers | None = None
     ceilings: Ceilings = field(default_factory=Ceilings)
 
     def decode(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
-        """Ceilings, scorer, and with no ``shapes`` given publisher, merge and a ragged batch too."""
+        """Return the steps of ceilings and scorer, without ``shapes`` also of publisher, merge and a ragged batch."""
         return [
             *CEILINGS,
             *self._decode_steps(shapes, (SCORE,), temperatures),
@@ -55,14 +57,14 @@ class Jobs:
         ]
 
     def chain(self, shapes: Sequence[DecodeShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
-        """Ceilings, and both chains."""
+        """Return the steps of ceilings and both chains."""
         return [
             *CEILINGS,
             *self._decode_steps(shapes, CHAINS, temperatures),
         ]
 
     def prefill(self, shapes: Sequence[PrefillShape] = (), temperatures: Sequence[bool] = (True, False)) -> list[Step]:
-        """Matrix products and every part of a window; with no ``shapes`` given, windows of many sizes and more."""
+        """Return the steps of matrix products and every part of a window, and without ``shapes`` of further windows."""
         return [
             Step("matrix products", lambda: [self.ceilings.fp8_gemm, self.ceilings.fp16_gemm]),
             *(
@@ -78,11 +80,11 @@ class Jobs:
         ]
 
     def host(self) -> list[Step]:
-        """Host time of a decode in every form that it is launched in."""
+        """Return the step of a decode's host time, for every way to launch it."""
         return [Step("host time", host_rows)]
 
     def everything(self, *, peers_of_prefill: bool = True) -> list[Step]:
-        """All jobs; scorer and chains share their inputs, and prefill keys are cold."""
+        """Return the steps of all jobs. Scorer and chains share their inputs, and prefill keys are cold."""
         prefill = self if peers_of_prefill else replace(self, peers=None)
         return [
             *CEILINGS,

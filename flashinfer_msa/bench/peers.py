@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users would run instead: the unsharded indexers of FlashInfer and vLLM, measured in the same run.
+"""Measures the unsharded indexers of FlashInfer and vLLM, which users would run otherwise, in the same run.
 
-Neither is needed: one that is not installed, or that fails on a case, is reported and left out.
+Both are optional. A peer that is not installed, or that fails on a case, is reported and left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 class PeerShape(NamedTuple):
-    """``batch`` requests of ``context`` keys on one GPU, the last ``query_len`` of which are the queries' tokens."""
+    """``batch`` requests of ``context`` keys on one GPU. The queries are the last ``query_len`` tokens of each."""
 
     batch: int
     context: int
@@ -36,7 +36,7 @@ class PeerShape(NamedTuple):
 
 
 class PeerInputs:
-    """Random inputs of one shape: keys in 128-token pages in random order, in copies to rotate over if cold."""
+    """Random inputs of one shape. Keys are in 128-token pages in random order, with copies to rotate over if cold."""
 
     def __init__(self, shape: PeerShape) -> None:
         self.shape = shape
@@ -58,14 +58,14 @@ class PeerInputs:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's name and, by the job of ours that it is compared with, what prepares its step."""
+    """A peer's name and the functions that prepare its steps, by the job of ours that each is compared with."""
 
     name: str
     steps: Mapping[str, Callable[[PeerInputs], Call]]
 
 
 def flashinfer_peer() -> Peer:
-    """FlashInfer's ``msa_ops``: its proxy scorer, and its Top16 of the scorer's plane."""
+    """Return FlashInfer's ``msa_ops``: its proxy scorer, and its Top16 of the scorer's plane."""
     ops = importlib.import_module("flashinfer.msa_ops")
 
     def score(inputs: PeerInputs, plane: torch.Tensor, keys: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ def flashinfer_peer() -> Peer:
 
 
 def vllm_peer() -> Peer:
-    """vLLM's Triton indexer for MiniMax-M3, whose decode scores and selects in one function."""
+    """Return vLLM's Triton indexer for MiniMax-M3, whose decode scores and selects in one function."""
     ops = _vllm_indexer()
 
     def decode_step(inputs: PeerInputs) -> Call:
@@ -132,8 +132,8 @@ def vllm_peer() -> Peer:
                 inputs.seq_lens,
                 context,
                 TOP_K,
-                0,  # first blocks that are always selected
-                1,  # and last ones
+                0,  # forced blocks at the beginning
+                1,  # forced blocks at the end
                 heads,
                 query_len,
                 query_len,
@@ -172,7 +172,7 @@ def vllm_peer() -> Peer:
 
 
 def _vllm_indexer() -> ModuleType:
-    """vLLM's indexer module, or the same file as a module of its own."""
+    """Import vLLM's indexer module, or the same file as a standalone module."""
     try:
         return importlib.import_module("vllm_index_topk")
     except ModuleNotFoundError as error:
@@ -192,7 +192,7 @@ KNOWN_PEERS: dict[str, Callable[[], Peer]] = {"FlashInfer": flashinfer_peer, "vL
 
 
 def find_peers(report: Callable[[str], None]) -> Peers:
-    """The peers that can be imported; what is wrong with the others is told to ``report``."""
+    """Return the peers that can be imported. ``report`` gets a message about each of the others."""
     found = []
     for title, make in KNOWN_PEERS.items():
         try:
@@ -203,7 +203,7 @@ def find_peers(report: Callable[[str], None]) -> Peers:
 
 
 class Peers:
-    """Measures peers, each case once: layouts of one world size share it."""
+    """Measures peers. Each case is measured once, and layouts of one world size share it."""
 
     def __init__(self, peers: Sequence[Peer], report: Callable[[str], None]) -> None:
         self._peers = peers
@@ -212,7 +212,7 @@ class Peers:
         self._told: set[tuple[str, str]] = set()
 
     def compare(self, row: Row, shape: PeerShape, note: str) -> Iterator[Row]:
-        """Rows that compare ``row`` with each peer's step of the same job on ``shape``."""
+        """Yield rows that compare ``row`` with each peer's step of the same job on ``shape``."""
         wanted = [peer for peer in self._peers if row["job"] in peer.steps]
         missing = [peer for peer in wanted if (peer.name, row["job"], shape) not in self._measured]
         if missing:
@@ -235,12 +235,12 @@ class Peers:
                     is_decode = shape.query_len <= MAX_QUERY_LEN
                     keys = (many_calls if is_decode else at_least_min_calls)(inputs.keys)
                     us = graph_us([partial(step, key) for key in keys])
-                except Exception as error:  # a peer without a kernel for a shape is no failure of ours
+                except Exception as error:  # a peer may lack a kernel for a shape
                     self._tell(f"{peer.name} is left out of {job}", shape, error)
             self._measured[peer.name, job, shape] = us
 
     def _never_works(self, peer: Peer, job: str) -> bool:
-        """Whether a step has failed on the first two shapes: a build that fails would be tried on every shape."""
+        """Whether a step failed on its first two shapes. A failing build would otherwise be tried on every shape."""
         results = [us for (name, done, _), us in self._measured.items() if (name, done) == (peer.name, job)]
         return len(results) >= 2 and not any(results)
 
@@ -254,6 +254,6 @@ class Peers:
 
 
 def _summary(error: Exception) -> str:
-    """One line of an error that may have many."""
+    """Return the first line of an error."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

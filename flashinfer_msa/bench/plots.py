@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as plots. Needs matplotlib, which nothing else here does."""
+"""Draws rows as plots. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
+from matplotlib.figure import Figure  # pyplot would keep every figure and look for a display
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..layout import LAYOUTS
@@ -24,7 +24,7 @@ _LINES = (
     {"color": "#009E73", "marker": "^"},
     {"color": "#CC79A7", "marker": "D"},
 )
-"""Colours that everyone can tell apart, and markers."""
+"""Colours that colour-blind readers can distinguish, and markers."""
 _STYLES: dict[str, Any] = dict(zip((layout.title for layout in LAYOUTS.values()), _LINES, strict=True))
 _PEER_MARKERS = ("<", ">", "v")
 _PEER_POINT: dict[str, Any] = {"linestyle": "", "fillstyle": "none", "markersize": 8}
@@ -35,7 +35,7 @@ _LIGHT: dict[str, Any] = {"linestyle": "", "alpha": 0.4, "markersize": 6}
 
 
 def roofline(rows: Sequence[Row], caption: str) -> Figure:
-    """The rate of the decode scorer over the bytes of local keys, a line a layout, under that of a streaming pass."""
+    """Plot the decode scorer's rate over the bytes of local keys, a line per layout, and that of a streaming pass."""
     figure, axes = _start("Decode scorer: rate of reading keys and writing scores", rows, caption)
     single = [row for row in rows if row["query_len"] == 1]
     ceiling: dict[int, float] = {}
@@ -59,7 +59,7 @@ def roofline(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def latency(rows: Sequence[Row], caption: str) -> Figure:
-    """Microseconds of the decode chain over the bytes of local keys, a line a layout, and those of peers dashed."""
+    """Plot the decode chain's microseconds over the bytes of local keys, a line per layout, peers dashed."""
     chains = [row for row in rows if row["job"] == "decode_chain"]
     figure, axes = _start("Decode chain of one rank: score, select and publish, merge", chains, caption)
     sizes = sorted({local_key_bytes(row) for row in chains})
@@ -73,7 +73,7 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
     theirs = [row for row in chains if "peer" in row]
     for peer, colour in zip(dict.fromkeys(row["peer"] for row in theirs), itertools.cycle(_PEER_COLOURS), strict=False):
         for ranks, marker in (("TP2", "<"), ("TP4", ">")):
-            # A set: both layouts of so many ranks have the same peer.
+            # A set, because both layouts of a world size have the same peer.
             points = {
                 (local_key_bytes(r), r["peer_us"]) for r in theirs if r["peer"] == peer and r["layout"].endswith(ranks)
             }
@@ -88,9 +88,10 @@ def latency(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def prefill(rows: Sequence[Row], caption: str) -> Figure:
-    """The rate of the prefill scorer over the query tokens, under that of an FP8 matrix product.
+    """Plot the prefill scorer's rate over the query tokens, and the rate of an FP8 matrix product.
 
-    A panel a layout and a line a context; peers, on as many operations, are points in the colours of the contexts.
+    There is a panel per layout and a line per context. Peers, on as many operations, are points in the contexts'
+    colours.
     """
     scores = [row for row in rows if row["job"] == "prefill_score"]
     own = own_rows(scores)
@@ -129,7 +130,7 @@ def prefill(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def peers(rows: Sequence[Row], caption: str) -> Figure:
-    """How many times our time each peer takes for a whole layer: a panel a peer, a line a case, a point a layout."""
+    """Plot each peer's time over ours for whole layers: a panel per peer, a line per case, a point per layout."""
     cases = list(dict.fromkeys(map(_case_text, rows)))
     names = list(dict.fromkeys(row["peer"] for row in rows))
     figure = Figure(figsize=(9, 2 + 0.26 * len(cases)), layout="constrained")
@@ -139,7 +140,7 @@ def peers(rows: Sequence[Row], caption: str) -> Figure:
         return figure
     ratios = [row["speedup"] for row in rows]
     low, high = min(ratios, default=1.0), max(ratios, default=1.0)
-    # The same scale in all panels, with 1 inside it.
+    # All panels have the same scale, and 1 is inside it.
     limits = min(low, 0.9) / 1.15, max(high, 1.1) * 1.15
     for name, axes in zip(names, figure.subplots(1, len(names), sharey=True, squeeze=False).flatten(), strict=True):
         axes.set_title(f"{name} (faster where shaded)", loc="left", fontsize=9)
@@ -149,8 +150,8 @@ def peers(rows: Sequence[Row], caption: str) -> Figure:
         axes.axvline(1, color="#555555", linewidth=1)
         for title, style in _STYLES.items():
             found = [row for row in rows if row["peer"] == name and row["layout"] == title]
-            places = [cases.index(_case_text(row)) for row in found]
-            axes.plot([row["speedup"] for row in found], places, label=title, linestyle="", markersize=5, **style)
+            positions = [cases.index(_case_text(row)) for row in found]
+            axes.plot([row["speedup"] for row in found], positions, label=title, linestyle="", markersize=5, **style)
         axes.set_xscale("log", base=2)
         axes.set_xlim(limits)
         axes.xaxis.set_major_locator(FixedLocator([2.0**power for power in range(-4, 8)]))
@@ -164,7 +165,7 @@ def peers(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _case_text(row: Row) -> str:
-    """Which layer a comparison is of."""
+    """Return a label of the layer that a row compares."""
     if "batch" in row:
         length = f", {row['query_len']} tokens each" if row["query_len"] > 1 else ""
         return f"decode {row['batch']} x {keys_text(row['ctx'])}{length}"
@@ -177,13 +178,13 @@ PLOTS: dict[str, Callable[[Sequence[Row], str], Figure]] = {
     "prefill": prefill,
     "peers": peers,
 }
-"""By name, as the rows that each shows."""
+"""The plots by name. Each name is also that of its rows in ``SERIES``."""
 
 
 def draw(name: str, rows: Sequence[Row], where: str, path: Path, identifier: str | None = None) -> None:
-    """Write the plot ``name`` of those of ``rows`` that it shows; ``where`` names their GPU and date.
+    """Draw the plot ``name`` of ``rows`` into ``path``. ``where`` names the GPU and the date of the measurement.
 
-    The same rows and the same matplotlib make the same SVG, which carries ``identifier`` in its metadata.
+    The same rows and the same matplotlib give the same SVG, whose metadata has ``identifier``.
     """
     metadata: dict[str, Any] = {}
     if path.suffix.lower() == ".svg":
@@ -193,7 +194,7 @@ def draw(name: str, rows: Sequence[Row], where: str, path: Path, identifier: str
 
 
 def _start(title: str, rows: Sequence[Row], caption: str) -> tuple[Figure, Axes]:
-    """An empty plot with its title, and a caption of where, when and on what keys it was measured."""
+    """Return an empty plot with its title and a caption."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=11)
@@ -205,7 +206,7 @@ def _start(title: str, rows: Sequence[Row], caption: str) -> tuple[Figure, Axes]
 def _start_panels(
     title: str, names: Sequence[str], rows: Sequence[Row], caption: str
 ) -> tuple[Figure, dict[str, Axes]]:
-    """The same with a panel a name, two in a line, all on the same scales."""
+    """Return an empty plot with a panel per name, two in a line, all with the same scales."""
     lines, columns = -(-len(names) // 2), min(len(names), 2)
     figure = Figure(figsize=(4 + 3 * columns, 2 + 3 * lines), layout="constrained")
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
@@ -224,7 +225,7 @@ def _start_panels(
 
 
 def _caption(figure: Figure, rows: Sequence[Row], caption: str) -> None:
-    """Say at the foot where, when and on what keys the plot was measured."""
+    """Write the GPU, the date and the temperature of the keys below the plot."""
     warmth = "cold" if any(row["cold"] for row in rows) else "warm"
     figure.supxlabel(
         f"{caption}; {warmth} keys, medians of CUDA graph replays", fontsize=8, color="#555555", x=0.98, ha="right"
@@ -232,21 +233,21 @@ def _caption(figure: Figure, rows: Sequence[Row], caption: str) -> None:
 
 
 def _plain(axes: Axes) -> None:
-    """A light grid, and no frame."""
+    """Draw a light grid and no frame."""
     axes.grid(True, which="major", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _line(axes: Axes, label: str, points: Iterable[tuple[float, float]], **style: Any) -> None:
-    """Draw ``points``, if there are any."""
+    """Draw a line through ``points``, if there are any."""
     xs, ys = _columns(points)
     if xs:
         axes.plot(xs, ys, label=label, **{"markersize": 5, "linewidth": 1.5, **style})
 
 
 def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """``points`` in order, as what to plot against what."""
+    """Return the sorted points as a list of x and a list of y."""
     ordered = sorted(points)
     return [x for x, _ in ordered], [y for _, y in ordered]
 
@@ -259,7 +260,7 @@ def _bytes_axis(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _ticks(axis: Axis, values: Sequence[float], text: Callable[[float], str], base: int = 2) -> None:
-    """Ticks at the powers of ``base`` that ``values`` lie between, in plain numbers."""
+    """Set ticks at the powers of ``base`` around ``values``, labelled with plain numbers."""
     ticks = [1.0]
     while values and ticks[-1] < max(values):
         ticks.append(ticks[-1] * base)

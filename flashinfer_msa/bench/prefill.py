@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill of one rank: planner, scorer, selection, merge, and the chains of them, of one window."""
+"""Measures one rank's prefill window: planner, scorer, selection, merge, and their chains."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .timing import MIN_CALLS, at_least_min_calls, copies_of, graph_us
 
 @dataclass
 class PrefillCase:
-    """One rank's prefill window: inputs for several layers, so that a graph over them reads cold keys.
+    """One rank's prefill window, with keys for several layers, so that a graph over them reads cold keys.
 
-    ``segments`` are the query tokens of each segment and the keys that they are the last of.
+    ``segments`` has the numbers of query tokens and keys of each segment. The tokens are the last of the keys.
     """
 
     layout: Layout
@@ -46,7 +46,7 @@ class PrefillCase:
 
     @classmethod
     def make(cls, layout: Layout, segments: Sequence[tuple[int, int]], *, cold: bool, rank: int = 0) -> PrefillCase:
-        """Random keys in pages in random order; every rank has others."""
+        """Draw keys in pages in random order, different on every rank."""
         lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
         tokens = sum(lens)
         indexer = group_indexers(
@@ -83,7 +83,7 @@ class PrefillCase:
 
     @staticmethod
     def _lengths(segments: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-        """The planner's inputs: query and key lengths, offsets of both, and positions of the first query tokens."""
+        """Return the planner's inputs: query and key lengths, offsets of both, positions of the first query tokens."""
         lens, contexts = [tokens for tokens, _ in segments], [context for _, context in segments]
         offsets = [list(itertools.accumulate(values, initial=0)) for values in (lens, contexts)]
         positions = [context - tokens for tokens, context in segments]
@@ -92,7 +92,7 @@ class PrefillCase:
         )
 
     def last(self, tokens: int) -> PrefillCase:
-        """The last ``tokens`` of a case of one segment, in the same storage."""
+        """Return the case of the last ``tokens`` of a single segment, in the same storage."""
         ((_, context),) = self.segments
         segments = [(tokens, context)]
         return replace(
@@ -108,7 +108,7 @@ class PrefillCase:
 
     @property
     def shape(self) -> Row:
-        """What a row says of the case."""
+        """The keys of a row that describe the case."""
         return {
             "layout": self.layout.title,
             "tokens": sum(tokens for tokens, _ in self.segments),
@@ -119,7 +119,7 @@ class PrefillCase:
 
     @property
     def flops(self) -> float:
-        """Operations of the products that the causal mask leaves to one rank."""
+        """Operations of one rank's products under the causal mask."""
         pairs = sum(tokens * (context - (tokens - 1) / 2) for tokens, context in self.segments)
         return 2.0 * NUM_HEADS * HEAD_DIM * pairs / self.layout.world_size
 
@@ -134,7 +134,7 @@ class PrefillCase:
         )
 
     def score(self, window: MSAIcpScorePlan, keys: torch.Tensor, accumulation: str = "tensor") -> None:
-        """Launch the scorer alone, as the facade does."""
+        """Launch only the scorer, as the facade does."""
         msa_ops.msa_icp_index_score_sharded(
             self.query,
             keys,
@@ -149,7 +149,7 @@ class PrefillCase:
         )
 
     def select(self) -> None:
-        """Launch the selection alone, as the facade does."""
+        """Launch only the selection, as the facade does."""
         columns = -(-self.shape["ctx"] // self.layout.page_size)
         msa_ops.msa_icp_topk_select_prefill(
             self.scratch[..., :columns],
@@ -167,7 +167,7 @@ class PrefillCase:
         )
 
     def fused(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
-        """Launch the fused chain of both, whatever the facade's choice for so many tokens is."""
+        """Launch the fused chain, whatever the facade would choose for this many tokens."""
         msa_ops.msa_icp_prefill_score_select(
             self.query,
             keys,
@@ -183,7 +183,7 @@ class PrefillCase:
         )
 
     def merge(self) -> None:
-        """Launch the merge, of this rank's own rows in place of every rank's."""
+        """Launch the merge, with this rank's own rows instead of every rank's."""
         received = self.carrier.unflatten(0, (self.layout.world_size, self.layout.heads_per_rank))
         self.indexer.prefill_merge(received, self.num_valid_pages, self.output)
 
@@ -201,23 +201,23 @@ PREFILL_SHAPES = [
     for cold in (True, False)
     for tokens, context in ((8192, 128 << 10), (2048, 128 << 10), (8192, 8 << 10))
 ]
-"""Windows of which every part is measured unless something else is asked for."""
+"""Default windows. Every part of them is measured."""
 
 _SWEEP_TOKENS = (1, 64, 256, 1024, 2048, 8192)
 SWEEPS = {
     context: [tokens for tokens in _SWEEP_TOKENS if PrefillShape(tokens, context, True) not in PREFILL_SHAPES]
     for context in (8 << 10, 32 << 10, 128 << 10, 200 << 10)
 }
-"""Query tokens, by context, of the windows of which the scorer and both local chains are measured besides."""
+"""Query tokens, by context, of further windows. Only the scorer and both local chains of these are measured."""
 _SWEEP_REPLAYS = 5
-"""There are many of these windows, and every one is captured three times."""
+"""Replays per measurement. There are many of these windows, and each is captured three times."""
 
 SELECT_COLUMNS = (512, 1024, 8192)
-"""Columns of ready scores that the selection is timed on."""
+"""Numbers of score columns with which the selection is timed."""
 
 
 def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers: Peers | None = None) -> Iterator[Row]:
-    """Planner, scorer, selection, merge and chains; the exchange is not in them. Peers score and select alone."""
+    """Measure planner, scorer, selection, merge and chains, without the exchange. Peers only score and select."""
     case = PrefillCase.make(layout, [shape[:2]], cold=shape.cold)
     yield {"job": "prefill_plan", **case.shape, "us": graph_us([case.make_plan] * MIN_CALLS)}
     window = case.make_plan()
@@ -250,9 +250,9 @@ def prefill_rows(layout: Layout, shape: PrefillShape, ceilings: Ceilings, peers:
 
 
 def sweep_rows(layout: Layout, context: int, tokens: Sequence[int], ceilings: Ceilings, *, cold: bool) -> Iterator[Row]:
-    """Scorer, score and select, and their fused chain, of windows of so many ``tokens`` each: the last of ``context``.
+    """Measure scorer, score and select, and the fused chain for each window of the last ``tokens`` of ``context``.
 
-    All windows have the same keys, so that these are made once.
+    All windows share the same keys, which are drawn once.
     """
     whole = PrefillCase.make(layout, [(max(tokens), context)], cold=cold)
     for count in tokens:
@@ -265,7 +265,7 @@ def sweep_rows(layout: Layout, context: int, tokens: Sequence[int], ceilings: Ce
 def _score_row(
     case: PrefillCase, window: MSAIcpScorePlan, product: Row, *, accumulation: str = "tensor", replays: int = 11
 ) -> Row:
-    """The scorer's rate, and its share of that of a matrix ``product``."""
+    """Measure the scorer's rate and its share of the rate of a matrix ``product``."""
     keys = at_least_min_calls(case.keys)
     us = graph_us([partial(case.score, window, key, accumulation) for key in keys], replays=replays)
     tflops = case.flops / us / 1e6
@@ -274,7 +274,7 @@ def _score_row(
 
 
 def _local_rows(case: PrefillCase, window: MSAIcpScorePlan, *, replays: int = 11) -> Iterator[Row]:
-    """The local part of a window, into carrier rows: score and select, and the fused chain."""
+    """Measure the local part of a window: score and select, and the fused chain."""
     keys = at_least_min_calls(case.keys)
     separate = graph_us([partial(case.local, window, key) for key in keys], replays=replays)
     yield {"job": "prefill_chain", "name": "score and select", **case.shape, "us": separate}
@@ -284,7 +284,7 @@ def _local_rows(case: PrefillCase, window: MSAIcpScorePlan, *, replays: int = 11
 
 
 def select_rows(ceilings: Ceilings, tokens: int = MAX_WINDOW_TOKENS) -> Iterator[Row]:
-    """The selection of random scores, all of them candidates, beside a streaming read of as many bytes."""
+    """Measure the selection of random scores, all of them candidates, and a streaming read of as many bytes."""
     carrier = torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda")
     for columns in SELECT_COLUMNS:
         planes = copies_of(torch.randn(tokens, NUM_HEADS, columns, device="cuda"), cold=True)
@@ -309,7 +309,7 @@ def select_rows(ceilings: Ceilings, tokens: int = MAX_WINDOW_TOKENS) -> Iterator
 
 
 def balance_rows(layout: Layout) -> Iterator[Row]:
-    """How evenly a window of one long segment and forty short ones keeps the multiprocessors busy."""
+    """Measure how evenly a window of one long and forty short segments uses the multiprocessors."""
     case = PrefillCase.make(
         layout, [(1024, 131072), *[(100, context) for context in range(200, 8200, 200)]], cold=False
     )

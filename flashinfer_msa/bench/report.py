@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as tables for a terminal."""
+"""Prints rows as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TITLES = {
     "host": "Host time",
     "load": "What an installed package takes before its first call",
 }
-"""Every job, in the order of its table."""
+"""Title of each job's table, in order."""
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("name", "", lambda row: row["name"]),
@@ -42,17 +42,17 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("ceiling_ratio", "of the\nceiling", lambda row: f"{row['ceiling_ratio']:.0%}"),
     ("separate_ratio", "of the\nseparate", lambda row: f"{row['separate_ratio']:.2f}"),
 )
-"""Key of a row, head of its column, and what to show."""
+"""Key of a row, head of its column, and the text of a cell."""
 
 
 def where_peers_are_faster(rows: Iterable[Row]) -> str:
-    """Return, as a sentence, where each peer of ``rows`` is faster than we are; empty without peers."""
+    """Return a sentence about where each peer of ``rows`` is faster than this package, or an empty one."""
     counts = count_faster_peers(rows)
     return f"Below 1x the peer is faster: {counts}." if counts else ""
 
 
 def count_faster_peers(rows: Iterable[Row]) -> str:
-    """Return at how many of ``rows`` each peer is faster, and the worst ratio of its time over ours."""
+    """Return in how many of ``rows`` each peer is faster, with the worst ratio of its time over ours."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if "peer" in row:
@@ -68,12 +68,12 @@ def _count_faster(ratios: Sequence[float]) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """A peer's time over ours; what is below 1 does not read as 1."""
+    """Return a peer's time over ours as text. A ratio below 1 never reads as 1."""
     return "<1.00x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
 
 
 def print_tables(console: Console, rows: Sequence[Row]) -> None:
-    """Print a table a job, with a column a peer: its time over ours."""
+    """Print a table per job, with a column per peer: its time over ours."""
     for job, title in TITLES.items():
         of_job = [row for row in rows if row["job"] == job]
         if of_job:

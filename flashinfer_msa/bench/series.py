@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows each plot shows."""
+"""Selects the rows that each plot shows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .rows import Row, case_of, of_job
 
 
 def roofline_rows(rows: Sequence[Row]) -> list[Row]:
-    """Our scorer's rows, without the ragged batch."""
+    """Return our scorer's rows, without the ragged batch."""
     return _cold_if_any(of_job(rows, "decode_score"))
 
 
 def latency_rows(rows: Sequence[Row]) -> list[Row]:
-    """The chain's rows of the shortest queries with those of the peers, and the streaming reads."""
+    """Return the chain's and the peers' rows of the shortest queries, and the streaming reads."""
     chains = _cold_if_any([row for row in rows if row["job"] == "decode_chain"])
     shortest = min((row["query_len"] for row in chains), default=1)
     chains = [row for row in chains if row["query_len"] == shortest]
@@ -23,15 +23,15 @@ def latency_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def prefill_rate_rows(rows: Sequence[Row]) -> list[Row]:
-    """The prefill scorer's rows with those of the peers, without special cases, and the FP8 matrix product."""
+    """Return the prefill scorer's and the peers' rows, without special cases, and the FP8 matrix product."""
     scores = _cold_if_any([row for row in rows if row["job"] == "prefill_score" and "name" not in row])
     return [*scores, *of_job(rows, "ceiling", "fp8_gemm")]
 
 
 def peer_rows(rows: Sequence[Row]) -> list[Row]:
-    """Comparisons of whole layers with the peers: the decode chain, and prefill without the exchange.
+    """Return comparisons of whole layers with the peers: the decode chain, and prefill without the exchange.
 
-    A peer's prefill is its scorer and its selection, which were measured one by one. It has nothing to merge.
+    A peer's prefill is the sum of its scorer and its selection, which were measured separately. It has no merge.
     """
     decode = [row for row in rows if row["job"] == "decode_chain" and "peer" in row]
     return [*_cold_if_any(decode), *_cold_if_any(_whole_prefill(rows))]
@@ -59,9 +59,9 @@ SERIES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "prefill": prefill_rate_rows,
     "peers": peer_rows,
 }
-"""By the name of the plot."""
+"""The functions that select rows, by the name of the plot."""
 
 
 def _cold_if_any(rows: list[Row]) -> list[Row]:
-    """The cold rows; the warm ones where there are no others."""
+    """Return the cold rows, or the warm ones if there are no cold ones."""
     return [row for row in rows if row["cold"]] or rows

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 COLD_BYTES = 256 << 20
-"""A cold case rotates over more distinct keys than this inside its graph, as the layers of a model do."""
+"""A cold case rotates over more bytes of distinct keys than this inside its graph, as a model's layers do."""
 MIN_CALLS = 20
-"""Calls in a graph, so that its launch counts little."""
+"""Calls in a graph, at least, so that the graph's launch counts little."""
 _REPLAY_BYTES = 16 << 30
-"""What the calls of a graph read in all, as far as their number allows: some milliseconds' worth."""
+"""Bytes that the calls of a graph should read together, which takes some milliseconds."""
 
 
 def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 11) -> float:
-    """Median microseconds of one call, when all ``calls`` are captured in one CUDA graph, in order, and replayed."""
+    """Capture all ``calls`` in one CUDA graph, in order, replay it, and return the median microseconds of one call."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -39,20 +39,20 @@ def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 11) -> flo
 
 
 def at_least_min_calls(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``inputs`` over and over, so often that a graph of a call each has at least ``MIN_CALLS``."""
+    """Repeat ``inputs``, so that a graph with a call on each has at least ``MIN_CALLS`` calls."""
     return inputs * -(-MIN_CALLS // len(inputs))
 
 
 def many_calls(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``inputs`` over and over for calls that read them once: up to five times as often where they are small.
+    """Repeat ``inputs`` for calls that read them once, up to ``5 * MIN_CALLS`` calls if they are small.
 
-    The launch of a graph takes as long as a few of the shortest calls.
+    A graph's launch takes as long as a few of the shortest calls.
     """
     calls = min(max(_REPLAY_BYTES // inputs[0].nbytes, MIN_CALLS), 5 * MIN_CALLS)
     return inputs * -(-calls // len(inputs))
 
 
 def copies_of(tensor: torch.Tensor, *, cold: bool) -> list[torch.Tensor]:
-    """``tensor``, and so many clones of it that a pass over all of them leaves none in the L2 cache, if ``cold``."""
+    """Return ``tensor``, and if ``cold`` so many clones that a pass over all of them leaves none in the L2 cache."""
     count = 1 + -(-COLD_BYTES // tensor.nbytes) if cold else 1
     return [tensor, *(tensor.view(torch.uint8).clone().view(tensor.dtype) for _ in range(count - 1))]

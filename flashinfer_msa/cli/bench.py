@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``bench`` command: measures the kernels on this machine's GPU, and prints, writes and plots the rows."""
+"""The ``bench`` command: measures the kernels on this machine's GPU, and prints, writes and plots the results."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flashinfer_msa.cli.options import layout_option
 from flashinfer_msa.layout import BLOCK_TOKENS, MAX_BLOCKS, MAX_QUERY_LEN, Layout
 
-# The benchmark imports torch, which takes seconds: the commands import it where they start.
+# The benchmark imports torch, which takes seconds, so the commands import it when they start.
 if TYPE_CHECKING:
     from flashinfer_msa.bench.jobs import Jobs, Step
     from flashinfer_msa.bench.rows import Row
 
 BATCH, CONTEXT, QUERY_LEN, TOKENS = 32, 128 << 10, 1, 8192
-"""What an option that is not given is where another one is."""
+"""Defaults of the shape options if at least one of them is given."""
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 @click.group()
 def bench() -> None:
-    """Time the kernels on this machine's GPU, beside its ceilings and, with --peers, beside FlashInfer and vLLM.
+    """Time the kernels on this machine's GPU and compare them with its ceilings and, with --peers, with FlashInfer and
+    vLLM.
 
-    Times are medians of CUDA graph replays of one rank's kernels. Cold keys are not in the L2 cache, as in serving;
-    warm ones are where they fit.
+    Times are medians of CUDA graph replays of one rank's kernels. Cold keys are not in the L2 cache, as in serving.
+    Warm keys are in it, as far as they fit.
     """
 
 
 def _check_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that could not be written, before anything is measured."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if path is None:
         return None
     folder = path.resolve().parent
@@ -65,8 +66,8 @@ _json_option = click.option(
 )
 
 
-def _int_option(name: str, limits: click.IntRange, what: str, otherwise: int) -> Callable[..., Any]:
-    text = f"{what}; repeatable: every combination is measured.  [default: {otherwise} where another is given]"
+def _int_option(name: str, limits: click.IntRange, what: str, default: int) -> Callable[..., Any]:
+    text = f"{what}; repeatable, every combination is measured.  [default: {default} if another shape option is given]"
     return click.option(name, name.strip("-").replace("-", "_"), multiple=True, type=limits, help=text)
 
 
@@ -74,16 +75,16 @@ _context_option = _int_option("--context", click.IntRange(1, MAX_BLOCKS * BLOCK_
 
 
 def _job_options(*shape_options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Options of a job that runs over layouts and shapes."""
+    """Return a decorator that adds the options of a job over layouts and shapes."""
     options = (
         layout_option,
         *shape_options,
         click.option(
             "--cold/--warm",
             default=None,
-            help="Keys out of the L2 cache, or in it.  [default: both, for decode warm where the keys fit]",
+            help="Whether keys are out of the L2 cache or in it.  [default: both; decode is warm only if the keys fit]",
         ),
-        click.option("--peers", is_flag=True, help="Measure FlashInfer and vLLM in the same run, where installed."),
+        click.option("--peers", is_flag=True, help="Measure FlashInfer and vLLM in the same run, if installed."),
         _json_option,
         click.option(
             "--plot",
@@ -104,7 +105,7 @@ def _job_options(*shape_options: Callable[..., Any]) -> Callable[[Callable[..., 
 _decode_options = _job_options(
     _int_option("--batch", click.IntRange(1), "Requests", BATCH),
     _context_option,
-    _int_option("--query-len", click.IntRange(1, MAX_QUERY_LEN), "Query tokens a request", QUERY_LEN),
+    _int_option("--query-len", click.IntRange(1, MAX_QUERY_LEN), "Query tokens per request", QUERY_LEN),
 )
 
 
@@ -115,7 +116,7 @@ def _decode_shapes(
     temperatures: Sequence[bool],
     layouts: Sequence[Layout],
 ) -> list[Any]:
-    """The shapes that were asked for; none where no option was given."""
+    """Return the requested shapes, or none if no shape option was given."""
     if not batches and not contexts and not query_lens:
         return []
     from flashinfer_msa.bench.decode import DecodeShape
@@ -145,10 +146,10 @@ def _decode_shapes(
 def decode(
     batch: tuple[int, ...], context: tuple[int, ...], query_len: tuple[int, ...], cold: bool | None, **options: Any
 ) -> None:
-    """The decode scorer, beside a streaming pass over the same bytes; publisher, merge and a ragged batch.
+    """Time the decode scorer and a streaming pass over the same bytes; publisher, merge and a ragged batch.
 
-    Publisher and merge (warm) and the ragged batch (cold) have fixed shapes, and run where --batch, --context and
-    --query-len are not given.
+    Publisher and merge (warm) and the ragged batch (cold) have fixed shapes. They run only without --batch, --context
+    and --query-len.
     """
     temperatures = _temperatures(cold)
     shapes = _decode_shapes(batch, context, query_len, temperatures, options["layouts"])
@@ -160,7 +161,7 @@ def decode(
 def chain(
     batch: tuple[int, ...], context: tuple[int, ...], query_len: tuple[int, ...], cold: bool | None, **options: Any
 ) -> None:
-    """Both decode chains: score, publish and merge, and the fused one, with the other ranks' rows already there."""
+    """Time both decode chains: score, publish and merge, and the fused one. The other ranks' rows have arrived."""
     temperatures = _temperatures(cold)
     shapes = _decode_shapes(batch, context, query_len, temperatures, options["layouts"])
     _run(lambda jobs: jobs.chain(shapes, temperatures), plot_name="latency", **options)
@@ -169,12 +170,14 @@ def chain(
 @bench.command()
 @_job_options(_int_option("--tokens", click.IntRange(1), "Query tokens", TOKENS), _context_option)
 def prefill(tokens: tuple[int, ...], context: tuple[int, ...], cold: bool | None, **options: Any) -> None:
-    """A prefill window: planner, scorer beside an FP8 matrix product and exact scorer beside an FP16 one, selection,
-    merge, and the fused chain beside score and select.
+    """Time a prefill window: planner, scorer, exact scorer, selection, merge, and the fused chain.
 
-    Where --tokens and --context are not given, there are also windows of 1 to 8192 tokens and contexts of 8K to 200K,
-    of which scorer, score and select, and the fused chain are measured; selections of random scores beside a streaming
-    read (cold); and a ragged window (warm).
+    The scorer is compared with an FP8 matrix product, the exact scorer with an FP16 one, and the fused chain with score
+    and select.
+
+    Without --tokens and --context, the command also times windows of 1 to 8192 tokens with contexts of 8K to 200K
+    (scorer, score and select, fused chain), selections of random scores and a streaming read (cold), and a ragged
+    window (warm).
     """
     from flashinfer_msa.bench.prefill import PrefillShape
     from flashinfer_msa.sizing import MAX_WINDOW_TOKENS
@@ -183,7 +186,9 @@ def prefill(tokens: tuple[int, ...], context: tuple[int, ...], cold: bool | None
     pairs = [(t, c) for t in tokens or [TOKENS] for c in context or [CONTEXT]] if tokens or context else []
     for length, keys in pairs:
         if length > MAX_WINDOW_TOKENS:
-            raise click.UsageError(f"--tokens: must be at most {MAX_WINDOW_TOKENS}, a window's, was {length}")
+            raise click.UsageError(
+                f"--tokens: must be at most {MAX_WINDOW_TOKENS}, the tokens of a window, was {length}"
+            )
         if length > keys:
             raise click.UsageError(f"--tokens: must be at most --context, {keys}, was {length}")
     shapes = [PrefillShape(length, keys, cold) for cold in temperatures for length, keys in pairs]
@@ -193,7 +198,7 @@ def prefill(tokens: tuple[int, ...], context: tuple[int, ...], cold: bool | None
 @bench.command()
 @_json_option
 def host(json_path: Path | None) -> None:
-    """Host time of an eager decode, beside three bare launches."""
+    """Time the host side of a decode, for each way to launch it, and of three bare launches."""
     _run(lambda jobs: jobs.host(), json_path=json_path)
 
 
@@ -223,7 +228,7 @@ def _run(
     try:
         _measure(plan(Jobs(layouts, find_peers(notes.append) if peers else None)), rows)
     except click.ClickException as error:
-        failure = error  # what has been measured before is not lost
+        failure = error  # keep what has been measured before
     if json_path is not None and rows:
         try:
             write_rows(json_path, rows)
@@ -246,7 +251,7 @@ def _run(
 
 
 def _require_gpu(*, ceilings: bool) -> None:
-    """Raise an error that says what is missing, where there is no GPU with kernels or nothing to time it with."""
+    """Raise an error if there is no GPU with kernels, or if the ceilings cannot be measured."""
     import torch
 
     from flashinfer_msa.runtime.loader import architecture_of
@@ -266,7 +271,7 @@ def _require_gpu(*, ceilings: bool) -> None:
 
 
 def _measure(steps: Sequence[Step], rows: list[Row]) -> None:
-    """Run the steps, with a progress bar where someone may be watching, and add what they measure to ``rows``."""
+    """Run the steps, with a progress bar on a terminal, and add the measured rows to ``rows``."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: steps as every rank of a group, compared with a brute force over keys that were never sharded."""
+"""The demo: runs steps as every rank of a group and compares them with a brute force over unsharded keys."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from ..testing.problems import (
 )
 
 _FORCED: Any = {"init_blocks": 1, "local_blocks": 2}
-"""Blocks that the demo forces at either end of a context."""
+"""Blocks that the demo forces at both ends of a context."""
 _PITCH_EXTRA = 16
 """Bytes between the local pages of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What is run on each layout: ``steps`` of ``batch`` decode requests, of ``batch`` prefill segments, or of both.
+    """What to run on each layout: ``steps`` of ``batch`` decode requests, of ``batch`` prefill segments, or of both.
 
-    ``query_len`` query tokens a decode request, 0 for no decode; ``tokens`` query tokens of all segments together, at
-    most ``batch * context``, 0 for no prefill. No request or segment has more than ``context`` keys.
+    ``query_len`` is the number of query tokens per decode request, 0 for no decode. ``tokens`` is the number of query
+    tokens of all segments together, at most ``batch * context``, 0 for no prefill. No request or segment has more than
+    ``context`` keys.
     """
 
     backend: str
@@ -55,17 +56,17 @@ class Demo:
 
 
 class Result(NamedTuple):
-    """Counts and the median milliseconds of a step, which has so many prefill windows."""
+    """The row counts of all steps, and the median milliseconds and prefill windows of a step."""
 
     tagged: bool | None
-    """Form of the receive rows; None without decode."""
+    """Whether receive rows are tagged; None without decode."""
     windows: int
     counts: Comparison
     milliseconds: float
 
 
-def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result]:
-    """Run all steps, in each form of receive rows (true: tagged) if they decode."""
+def run_layout(demo: Demo, layout: Layout, row_kinds: Sequence[bool]) -> list[Result]:
+    """Run all steps once per row kind (true is tagged), or once without decode."""
     decode_tokens = demo.batch * demo.query_len
     indexers = group_indexers(
         layout,
@@ -75,19 +76,19 @@ def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result
         max_decode_query_len=max(demo.query_len, 1),
         max_num_batched_tokens=decode_tokens + demo.tokens,
         max_num_seqs=demo.batch,
-        # A window holds the fewer tokens the longer a sequence may be: steps have several.
+        # With so long a model, windows are short, so a step has several.
         max_model_len=MAX_BLOCKS * BLOCK_TOKENS if demo.tokens else demo.context,
         num_sparse_layers=NUM_SLOT_SETS,
         backend=demo.backend,
     )
     decode = _Decode(demo, layout, indexers) if demo.query_len else None
     prefill = _Prefill(demo, layout, indexers) if demo.tokens else None
-    # In the order of a query's rows, and of a layer's work.
+    # This is the order of a query's rows and of a layer's work.
     parts: list[Any] = [part for part in (decode, prefill) if part]
 
-    runs: Sequence[bool | None] = forms if decode else [None]
+    runs: Sequence[bool | None] = row_kinds if decode else [None]
     counts = dict.fromkeys(runs, Comparison())
-    times: dict[bool | None, list[float]] = {form: [] for form in runs}
+    times: dict[bool | None, list[float]] = {tagged: [] for tagged in runs}
     keys: list[torch.Tensor] = []
     for step in range(demo.steps):
         problems: Sequence[Any] = [part.draw(step) for part in parts]
@@ -99,21 +100,21 @@ def run_layout(demo: Demo, layout: Layout, forms: Sequence[bool]) -> list[Result
         rows = query.split([len(problem.index_q) for problem in problems])
         for part, problem, index_q in zip(parts, problems, rows, strict=True):
             part.load(replace(problem, index_q=index_q))
-        for form in runs:
+        for tagged in runs:
             clock = _Clock(demo.devices)
             if decode:
-                decode.run(keys, slot=step % NUM_SLOT_SETS, tagged=form, enable_pdl=False)
+                decode.run(keys, slot=step % NUM_SLOT_SETS, tagged=tagged, enable_pdl=False)
             if prefill:
                 prefill.run(keys)
-            times[form].append(clock.stop())
+            times[tagged].append(clock.stop())
             for part in parts:
-                counts[form] = counts[form].plus(part.compare())
+                counts[tagged] = counts[tagged].plus(part.compare())
     windows = prefill.windows if prefill else 0
-    return [Result(form, windows, counts[form], statistics.median(times[form])) for form in runs]
+    return [Result(tagged, windows, counts[tagged], statistics.median(times[tagged])) for tagged in runs]
 
 
 class _Decode:
-    """The decode requests: the caches of the last step, and the step that was loaded."""
+    """The decode requests: their caches as of the last step, and the loaded step."""
 
     def __init__(self, demo: Demo, layout: Layout, indexers: Sequence[MSAIcpIndexerPlan]) -> None:
         lengths = random.Random(demo.seed)
@@ -133,7 +134,7 @@ class _Decode:
         self._outputs = _make_outputs(indexers, demo.batch * demo.query_len)
 
     def draw(self, step: int) -> DecodeProblem:
-        """Return the requests as they are at ``step``, with new queries."""
+        """Return the requests at ``step``, with new queries."""
         last = self._last
         return replace(
             last,
@@ -142,7 +143,7 @@ class _Decode:
         )
 
     def load(self, problem: DecodeProblem) -> None:
-        """Make ``problem`` the one to run: copy it to the ranks' devices, and find the answer."""
+        """Copy ``problem`` to the ranks' devices and compute the expected Top16."""
         self._valid = [problem.num_valid_pages.to(indexer.device) for indexer in self._indexers]
         self._inputs = [
             tuple(x.to(indexer.device) for x in (problem.index_q, problem.block_table, problem.seq_lens))
@@ -150,8 +151,8 @@ class _Decode:
         ]
         self._expected = brute_force_top16(problem, **_FORCED)
 
-    def run(self, keys: Sequence[torch.Tensor], **form: Any) -> None:
-        """Run one layer over every rank's keys."""
+    def run(self, keys: Sequence[torch.Tensor], **options: Any) -> None:
+        """Run one layer on every rank."""
         ranks = list(zip(self._indexers, self._comms, self._valid, strict=True))
         # Ranks may share a device and a stream, so every publish is launched before any merge waits.
         for (indexer, comm, valid), index_k, (index_q, block_table, seq_lens), scores in zip(
@@ -166,13 +167,13 @@ class _Decode:
                 scores,
                 comm=comm,
                 decode_query_len=self._last.decode_query_len,
-                **form,
+                **options,
             )
         for (indexer, comm, valid), output in zip(ranks, self._outputs, strict=True):
-            indexer.decode_merge(valid, output, comm=comm, **form)
+            indexer.decode_merge(valid, output, comm=comm, **options)
 
     def compare(self) -> Comparison:
-        """Compare the owners' outputs with the answer."""
+        """Compare the owners' outputs with the expected Top16."""
         return compare(_all_heads(self._outputs), self._expected)
 
 
@@ -186,12 +187,12 @@ class _Window(NamedTuple):
     bounds: dict[str, Any]
 
     def plan(self, index: int, indexer: MSAIcpIndexerPlan) -> MSAIcpScorePlan:
-        """Plan it as window ``index`` of the step."""
+        """Plan this as window ``index`` of the step."""
         return indexer.prefill_window_plan(index, *self.segments, **self.bounds)
 
 
 class _Prefill:
-    """The prefill segments of the step that was loaded, and the ranks' buffers for them."""
+    """The prefill segments of the loaded step, and the ranks' buffers for them."""
 
     def __init__(self, demo: Demo, layout: Layout, indexers: Sequence[MSAIcpIndexerPlan]) -> None:
         self._demo = demo
@@ -222,7 +223,7 @@ class _Prefill:
         )
 
     def load(self, problem: PrefillProblem) -> None:
-        """Make ``problem`` the one to run: copy its windows to the ranks' devices, and find the answer."""
+        """Copy the windows of ``problem`` to the ranks' devices and compute the expected Top16."""
         windows = problem.windows(self._window_tokens)
         self._valid = [problem.num_valid_pages.to(indexer.device) for indexer in self._indexers]
         self._windows = [
@@ -241,7 +242,7 @@ class _Prefill:
         self._expected = brute_force_top16(problem, **_FORCED)
 
     def run(self, keys: Sequence[torch.Tensor]) -> None:
-        """Run a step of one layer over every rank's keys."""
+        """Plan the windows and run one layer on every rank."""
         for indexer, index_k, windows, valid, scratch, carrier in zip(
             self._indexers, keys, self._windows, self._valid, self._scratches, self._carriers, strict=True
         ):
@@ -261,15 +262,15 @@ class _Prefill:
             indexer.prefill_merge(exchange(self._carriers, indexer), valid, output)
 
     def compare(self) -> Comparison:
-        """Compare the owners' outputs with the answer."""
+        """Compare the owners' outputs with the expected Top16."""
         return compare(_all_heads(self._outputs), self._expected, near_tie=self._near_tie)
 
 
 def draw_segments(draw: random.Random, segments: int, tokens: int, context: int) -> tuple[list[int], list[int]]:
     """Draw query lengths with a sum of ``tokens``, and the position of each segment's first token.
 
-    A third of the segments are empty and a third have one token, as far as the sum allows. All end within ``context``,
-    the one with most tokens at its end.
+    A third of the segments are empty and a third have one token, as far as the sum allows. All segments end within
+    ``context``, and the longest ends at ``context``.
     """
     lens: list[int] = []
     rest = tokens
@@ -293,12 +294,12 @@ def _make_outputs(indexers: Sequence[MSAIcpIndexerPlan], tokens: int) -> list[to
 
 
 def _all_heads(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The owners' outputs side by side, on the first rank's device."""
+    """Return the owners' outputs side by side, on the first rank's device."""
     return torch.cat([output.to(outputs[0].device) for output in outputs], dim=1)
 
 
 class _Clock:
-    """Milliseconds from construction to ``stop``: of the device by events, of the CPU by the wall."""
+    """Times from construction to ``stop`` in milliseconds: a device by events, the CPU by the wall clock."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._cuda = [device for device in devices if device.type == "cuda"]

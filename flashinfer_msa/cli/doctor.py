@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examines an installation and its machine: what a bug report needs, and what would fail.
+"""Examines an installation and its machine: reports what a bug report needs and what would fail.
 
-Whatever imports torch or FlashInfer, or touches a GPU, runs in a process of its own with a time limit. So a library
-that crashes, a driver that does not answer or a kernel that hangs is a finding.
+Everything that imports torch or FlashInfer, or uses a GPU, runs in a separate process with a time limit. So a crashing
+library, a driver that does not answer or a hanging kernel becomes a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..version import __version__
 from .findings import Finding, Report, Status
 
 SECONDS = 300.0
-"""What a child process may take. Kernels that are compiled just in time take some of it."""
+"""Time limit of a child process. It includes just-in-time compilation of kernels."""
 VARIABLES = (
     "FLASHINFER_MSA_ARCHITECTURES",
     "FLASHINFER_MSA_DRIVER",
@@ -41,9 +41,9 @@ VARIABLES = (
     "FLASHINFER_MSA_REGISTER",
     "FLASHINFER_MSA_TVM_FFI",
 )
-"""Environment variables that the installed package reads, of those that begin with its name."""
+"""Environment variables with the package's prefix that the installed package reads."""
 GROUP = 4
-"""Ranks of the largest group, and so GPUs of a self-test."""
+"""Ranks of the largest group, so the most GPUs of a self-test."""
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -57,7 +57,7 @@ _REINSTALL = "reinstall flashinfer-msa"
 
 
 def examine() -> Report:
-    """Examine this installation and machine. Raises nothing: what goes wrong is a finding."""
+    """Examine this installation and machine. It never raises: every error becomes a finding."""
     with contextlib.ExitStack() as children:
         survey, registration = _start(children, "GPUs"), _start(children, "FlashInfer")
         findings = [
@@ -69,7 +69,7 @@ def examine() -> Report:
             *survey(),
         ]
         findings += registration()
-        # GPUs by themselves first: one that takes one process at a time is in one test at a time.
+        # First each GPU by itself, then groups: a GPU in exclusive mode must be in only one test at a time.
         for together in (False, True):
             devices = [each.devices for each in findings if each.devices and (len(each.devices) > 1) == together]
             tests = [_start(children, "self-test", *names) for names in devices]
@@ -79,7 +79,7 @@ def examine() -> Report:
 
 
 def _guarded(section: str, name: str, probe: Callable[[], Any]) -> Iterator[Finding]:
-    """The findings of a probe; an exception that it ends with is the last of them."""
+    """Yield the findings of a probe. If the probe raises, the exception is the last finding."""
     try:
         yield from probe()
     except Exception as error:
@@ -91,7 +91,7 @@ def _guarded(section: str, name: str, probe: Callable[[], Any]) -> Iterator[Find
 
 
 def _package() -> Iterator[Finding]:
-    """This package, and what it runs on."""
+    """Examine this package, Python, the platform and the C library."""
     section = "package"
     where = Path(__file__).resolve().parents[1]
     try:
@@ -113,7 +113,7 @@ def _package() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[Finding]:
-    """Packages that this one requires, and servers that it works in."""
+    """Examine the required packages, and the servers that this package works in."""
     from packaging.requirements import Requirement
 
     try:
@@ -152,7 +152,7 @@ def _version_of(name: str) -> str | None:
 
 
 def _environment() -> Iterator[Finding]:
-    """Environment variables of this package, of FlashInfer and of CUDA, and no others."""
+    """Report environment variables of this package, of FlashInfer and of CUDA, and no others."""
     section = "environment"
     found = False
     for name, value in sorted(os.environ.items()):
@@ -161,7 +161,7 @@ def _environment() -> Iterator[Finding]:
         found = True
         if name.startswith("FLASHINFER_MSA_") and name not in VARIABLES:
             advice = f"the variables of this package are {', '.join(VARIABLES)}"
-            yield Finding("warning", section, name, "is not read by anything here", advice)
+            yield Finding("warning", section, name, "is not read by this package", advice)
         else:
             yield Finding("ok", section, name, _shown(name, value))
     if not found:
@@ -169,7 +169,7 @@ def _environment() -> Iterator[Finding]:
 
 
 def _shown(name: str, value: str) -> str:
-    """A value without secrets, and not too long."""
+    """Return a value as text, shortened and without secrets."""
     if re.search("KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL", name, re.IGNORECASE):
         return "(set)"
     value = re.sub(r"//[^/\s]*@", "//...@", value)
@@ -178,7 +178,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def _installation() -> Iterator[Finding]:
-    """The manifest, and whether every file that it names is the one that was built."""
+    """Check the manifest and that every file it names is the built one."""
     from .. import manifest as installed
 
     section = "installation"
@@ -213,14 +213,14 @@ def _installation() -> Iterator[Finding]:
 
 
 def _launcher(manifest: Any) -> Iterator[Finding]:
-    """The launcher, and whether this system's C library is new enough for it."""
+    """Check the launcher and that this system's C library is new enough for it."""
     compiler = manifest.data["launcher"]["compiler"]
     try:
         words = f"{manifest.launcher().name}, SHA-256 verified; by {compiler}"
     except RuntimeError as error:
         yield Finding("failure", "installation", "launcher", str(error))
         return
-    # Named where it was compiled for an older one than that of the machine that compiled it.
+    # The manifest names a glibc if the launcher was compiled for an older one than its build machine's.
     needed = re.search(r"glibc (\d+)\.(\d+)", compiler)
     library, version = platform.libc_ver()
     if needed and library == "glibc" and tuple(map(int, version.split(".")[:2])) < tuple(map(int, needed.groups())):
@@ -235,7 +235,7 @@ def _set_name(cubins: Any) -> str:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Compilers, which only kernels need that are not prebuilt."""
+    """Find compilers, which are needed only for kernels that are not prebuilt."""
     from ..aot import toolkit
 
     section = "compilers"
@@ -255,7 +255,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _start(children: contextlib.ExitStack, section: str, *devices: str) -> Callable[[], list[Finding]]:
-    """Start the process that makes the findings of a section; returns what waits for them."""
+    """Start the process that makes a section's findings; return a function that waits for them."""
     name = ", ".join(devices) or section
     try:
         child = _Child(children, section, name, devices)
@@ -266,7 +266,7 @@ def _start(children: contextlib.ExitStack, section: str, *devices: str) -> Calla
 
 
 class _Child:
-    """A process that makes the findings of a section. ``children`` end it, and delete its files."""
+    """A process that makes a section's findings. Closing ``children`` ends it and deletes its files."""
 
     def __init__(self, children: contextlib.ExitStack, section: str, name: str, devices: Sequence[str]) -> None:
         self._section, self._name = section, name
@@ -276,7 +276,7 @@ class _Child:
         program = _PROGRAM.format(path=sys.path, results=str(self._results), task=(section, *devices))
         self._deadline = time.monotonic() + SECONDS
         with open(self._log, "wb") as log:
-            # A group of its own, so that compilers that it has started end with it.
+            # It gets its own process group, so that compilers that it has started end with it.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
@@ -290,12 +290,12 @@ class _Child:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # One that waits for the driver does not end.
+            # A process that waits for the driver does not end.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
 
     def findings(self) -> list[Finding]:
-        """Wait for the process, and return what it has found; how it ended, if that was not well, comes last."""
+        """Wait for the process and return its findings. If it ended badly, the last finding says how."""
         advice = f"look for Xid messages of the driver in dmesg; {_REPORT}"
         try:
             status = self._process.wait(max(self._deadline - time.monotonic(), 0))
@@ -305,7 +305,7 @@ class _Child:
             advice = f"see whether nvidia-smi answers, and {advice}"
         else:
             ended = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        # A line that was not finished is none.
+        # An unfinished line does not count.
         lines = [json.loads(line) for line in self._results.read_text().rpartition("\n")[0].splitlines()]
         found = [Finding(**{**fields, "devices": tuple(fields["devices"])}) for fields in lines]
         if status or not found:
@@ -316,16 +316,16 @@ class _Child:
 
 
 def run_task(results: str, section: str, *devices: str) -> None:
-    """What a child process does: writes each finding as a line of JSON, and ends."""
+    """Write each finding as a line of JSON, and exit. Each child process runs this."""
     with open(results, "w") as file:
         for finding in _guarded(section, ", ".join(devices), partial(_TASKS[section], *devices)):
             print(json.dumps(asdict(finding)), file=file, flush=True)
-    # Clean-up of a CUDA context that a fault has ended could take the process with it, or never end.
+    # Cleaning up a CUDA context after a fault could crash the process or never end.
     os._exit(0)
 
 
 def _gpus() -> Iterator[Finding]:
-    """Torch, the driver, and each GPU with the kernels that it would load."""
+    """Examine torch, the driver, and each GPU with the kernels that it would load."""
     import torch
 
     from ..runtime.loader import driver_version
@@ -376,7 +376,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _driver_release() -> str:
-    """The release of the kernel's driver, such as 580.159.04."""
+    """Return the release of the NVIDIA driver, such as 580.159.04."""
     try:
         found = re.search(r"(\d+\.\d+(\.\d+)?)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -385,7 +385,7 @@ def _driver_release() -> str:
 
 
 def _gpu(index: int) -> Iterator[Finding]:
-    """One GPU, and what it would load."""
+    """Examine one GPU and the kernels that it would load."""
     import torch
 
     from ..runtime.loader import driver_version, kernels_of
@@ -414,7 +414,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def _peer_access(count: int, usable: Sequence[int]) -> Iterator[Finding]:
-    """Which GPUs each reaches; those that reach one another are tested together, ``GROUP`` at a time."""
+    """Report which GPUs each GPU reaches. Up to ``GROUP`` GPUs that reach one another are tested together."""
     import torch
 
     reach = {
@@ -441,7 +441,7 @@ def _peer_access(count: int, usable: Sequence[int]) -> Iterator[Finding]:
 
 
 def _self_test(*devices: str) -> Iterator[Finding]:
-    """A tiny decode step of every layout and row form, by all ranks on these devices, against the brute force."""
+    """Compare a tiny decode step with the brute force, for every layout and row kind, with all ranks on ``devices``."""
     import torch
 
     from ..layout import LAYOUTS
@@ -455,7 +455,7 @@ def _self_test(*devices: str) -> Iterator[Finding]:
         backend=backend,
         devices=[torch.device(device) for device in devices],
         batch=2,
-        context=4000,  # more blocks than are selected
+        context=4000,  # has more blocks than are selected
         query_len=2,
         tokens=0,
         steps=1,
@@ -485,7 +485,7 @@ def _self_test(*devices: str) -> Iterator[Finding]:
 
 
 def _flashinfer() -> Iterator[Finding]:
-    """Whether functions can be registered in FlashInfer, and who would serve each GPU's calls."""
+    """Check whether functions can be registered in FlashInfer, and which implementation each GPU would get."""
     import warnings
 
     section = "FlashInfer"
@@ -496,7 +496,7 @@ def _flashinfer() -> Iterator[Finding]:
 
     said = _Messages()
     logging.getLogger("flashinfer_msa").addHandler(said)
-    # What vLLM does in each of its processes, and what follows the import of FlashInfer.
+    # vLLM does this in each of its processes. The import of FlashInfer then completes the registration.
     registration.register_in_vllm()
     try:
         importlib.import_module("flashinfer")
@@ -530,7 +530,7 @@ def _flashinfer() -> Iterator[Finding]:
 
 
 def _vllm(registered: Any) -> Iterator[Finding]:
-    """Whether vLLM's plugin registers, where vLLM is installed."""
+    """Check whether vLLM's plugin registers, if vLLM is installed."""
     if _version_of("vllm") is None:
         return
     entry_points = metadata.entry_points(group="vllm.general_plugins")
@@ -550,7 +550,7 @@ def _vllm(registered: Any) -> Iterator[Finding]:
 
 
 class _Messages(logging.Handler):
-    """Keeps warnings."""
+    """Collects warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``doctor`` finds, and how it is printed."""
+"""The findings of ``doctor``, and how to print them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Status = Literal["ok", "warning", "failure"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found: in a ``section`` under a ``name``, what it is, and what to do where it is not well.
+    """One finding, under a ``name`` in a ``section``: the text, and advice if something is wrong.
 
-    ``devices`` are those of the self-test that shows whether it works.
+    ``devices`` names the devices of a self-test that the finding asks for.
     """
 
     status: Status
@@ -31,27 +31,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, in the order in which they are read."""
+    """All findings, in the order of printing."""
 
     findings: tuple[Finding, ...]
 
     def having(self, status: Status) -> list[Finding]:
-        """Findings of one status."""
+        """Return the findings of one status."""
         return [finding for finding in self.findings if finding.status == status]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether no finding is a failure."""
         return not self.having("failure")
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the report as ``--json`` prints it."""
         names = ("status", "section", "name", "text", "advice")
         return {"ok": self.ok, "findings": [{name: getattr(each, name) for name in names} for each in self.findings]}
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report for a reader, and last whether all is well."""
+    """Print a report, with a verdict as the last line."""
     styles = {"ok": "green", "warning": "yellow", "failure": "bold red"}
     for section, findings in itertools.groupby(report.findings, lambda finding: finding.section):
         table = Table.grid(padding=(0, 2))
@@ -64,8 +64,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(table)
     warnings, failures = report.having("warning"), report.having("failure")
     if failures:
-        places = "; ".join(f"{finding.section}, {finding.name}" for finding in failures)
-        console.print(Text(f"FAILED: {len(failures)} of {len(report.findings)} findings ({places})", styles["failure"]))
+        names = "; ".join(f"{finding.section}, {finding.name}" for finding in failures)
+        console.print(Text(f"FAILED: {len(failures)} of {len(report.findings)} findings ({names})", styles["failure"]))
     else:
         plural = "" if len(warnings) == 1 else "s"
         console.print(Text(f"ok: {len(report.findings)} findings, {len(warnings)} warning{plural}"))

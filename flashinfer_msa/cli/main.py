@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``demo`` proves an installation, ``list`` shows what it holds, ``build`` compiles kernels.
+"""The command line: ``demo`` tries an installation, ``list`` shows its kernels, ``build`` compiles kernels, ``doctor``
+examines the machine.
 
-``bench`` has a module of its own.
+``bench`` is in its own module.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from flashinfer_msa.cli.options import layout_option
 from flashinfer_msa.layout import BLOCK_TOKENS, MAX_BLOCKS, MAX_QUERY_LEN, Layout
 from flashinfer_msa.version import __version__
 
-# torch takes seconds to import, and `list` and `build` do without it: the demo imports it where it starts.
+# Importing torch takes seconds, and `list` and `build` do not need it. So `demo` imports it when it starts.
 if TYPE_CHECKING:
     import torch
 
 
 PREFILL_TOKENS = 2048
-"""Query tokens of the demo's prefill steps, where there are so many."""
+"""Query tokens of the demo's prefill steps, if the segments have that many."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,8 +42,8 @@ main.add_command(bench)
 
 @main.command()
 @layout_option
-@click.option("--prefill", is_flag=True, help="Prefill rather than decode, in windows.")
-@click.option("--mixed", is_flag=True, help="Decode and prefill in each step, over one cache.")
+@click.option("--prefill", is_flag=True, help="Prefill in windows instead of decoding.")
+@click.option("--mixed", is_flag=True, help="Decode and prefill in each step, with one cache.")
 @click.option("--backend", type=click.Choice(["auto", "cake", "torch"]), default="auto", show_default=True)
 @click.option(
     "--batch",
@@ -56,24 +57,24 @@ main.add_command(bench)
     type=click.IntRange(1, MAX_BLOCKS * BLOCK_TOKENS),
     default=8192,
     show_default=True,
-    help="Keys of the longest request after the last step, and of the longest segment; others are shorter at random.",
+    help="Keys of the longest request after the last step, and of the longest segment. Others are random.",
 )
 @click.option(
     "--query-len",
     type=click.IntRange(1, MAX_QUERY_LEN),
     default=2,
     show_default=True,
-    help="Query tokens a request and decode step.",
+    help="Query tokens per request and decode step.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(1),
     help=f"Query tokens of a prefill step.  [default: {PREFILL_TOKENS}, or all that the segments have]",
 )
-@click.option("--tagged/--legacy", default=None, help="Form of the receive rows.  [default: both]")
+@click.option("--tagged/--legacy", default=None, help="Kind of the receive rows.  [default: both]")
 @click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Steps.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", help="cpu, cuda (ranks spread over all GPUs), or cuda:N.  [default: cuda where there is one]")
+@click.option("--device", help="cpu, cuda (ranks spread over all GPUs), or cuda:N.  [default: cuda if there is a GPU]")
 def demo(
     layouts: list[Layout],
     prefill: bool,
@@ -88,7 +89,7 @@ def demo(
     seed: int,
     device: str | None,
 ) -> None:
-    """Decode or prefill as every rank of a group, and compare with a brute force over keys that were never sharded."""
+    """Decode or prefill as every rank of a group, and compare with a brute force over unsharded keys."""
     if prefill and mixed:
         raise click.UsageError("--prefill and --mixed exclude each other")
     if prefill:
@@ -107,9 +108,9 @@ def demo(
     console = Console()
     console.print(f"backend {backend} ({reason}), ranks on {', '.join(map(str, devices))}", highlight=False)
     # Headers are narrow, so that all columns fit a terminal of 80.
-    table = Table("layout", *([] if prefill else ["row\nform"]))
+    table = Table("layout", *([] if prefill else ["row\nkind"]))
     windows = ["windows"] if prefill or mixed else []
-    for column in (*windows, "rows\ncompared", "rows\nequal", "near\nties", "wrong", "ms a\nstep"):
+    for column in (*windows, "rows\ncompared", "rows\nequal", "near\nties", "wrong", "ms per\nstep"):
         table.add_column(column, justify="right")
     run = Demo(
         backend=backend,
@@ -122,10 +123,10 @@ def demo(
         seed=seed,
     )
     total = Comparison()
-    forms = [False, True] if tagged is None else [tagged]
+    row_kinds = [False, True] if tagged is None else [tagged]
     for layout in layouts:
         try:
-            results = run_layout(run, layout, forms)
+            results = run_layout(run, layout, row_kinds)
         except (ValueError, NotImplementedError, RuntimeError) as error:
             raise click.ClickException(f"{layout.title}: {error}") from error
         for result in results:
@@ -144,7 +145,7 @@ def demo(
 
 
 def _reject_options(names: Sequence[str], when: str) -> None:
-    """Raise a usage error if one of these parameters of the running command was given an option."""
+    """Raise a usage error if one of these parameters was given on the command line."""
     context = click.get_current_context()
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
@@ -154,7 +155,7 @@ def _reject_options(names: Sequence[str], when: str) -> None:
 
 
 def _rank_devices(name: str | None) -> list[torch.device]:
-    """Return the devices that ranks are dealt out to."""
+    """Return the devices that ranks are distributed over."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -173,7 +174,7 @@ def _rank_devices(name: str | None) -> list[torch.device]:
 
 
 def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
-    """Return the backend to run and why."""
+    """Return the backend to run, and the reason for it."""
     import torch
 
     from flashinfer_msa.runtime.loader import driver_version, kernels_of
@@ -203,7 +204,7 @@ def _choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
 @main.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest itself.")
 def list_(as_json: bool) -> None:
-    """Show the installed kernels, and what each takes of the GPU."""
+    """Show the installed kernels and the resources that each uses."""
     from flashinfer_msa.manifest import load_manifest
 
     try:
@@ -228,7 +229,7 @@ def list_(as_json: bool) -> None:
                     kernel["role"],
                     *map(str, (kernel["threads"], kernel["registers"], shared, cubin["bytes"])),
                 )
-    # A pipe has no width to fit: keep names whole there.
+    # A pipe has no width to fit, so names need not be cut.
     console = Console()
     console.print(table) if console.is_terminal else Console(width=160).print(table)
     for cubins in manifest.sets:
@@ -242,9 +243,9 @@ def list_(as_json: bool) -> None:
 @main.command()
 @click.option("--arch", "architectures", multiple=True, type=click.Choice(list(ARCHITECTURES)), help="[default: all]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: the package's]")
-@click.option("--jobs", type=click.IntRange(1), help="Compilers at a time.  [default: by the number of cores]")
+@click.option("--jobs", type=click.IntRange(1), help="Compilers at a time.  [default: from the number of cores]")
 def build(architectures: tuple[str, ...], out: Path | None, jobs: int | None) -> None:
-    """Compile kernels and launcher with the CUDA toolkits found here."""
+    """Compile kernels and launcher with the CUDA toolkits of this machine."""
     try:
         from flashinfer_msa.aot.build import build as run_build
         from flashinfer_msa.aot.toolkit import BuildError
@@ -264,16 +265,15 @@ def build(architectures: tuple[str, ...], out: Path | None, jobs: int | None) ->
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(as_json: bool) -> None:
-    """Examine this installation and machine: what a bug report needs, and what would fail.
+    """Examine this installation and machine: report what a bug report needs and what would fail.
 
-    Every GPU decodes a tiny step, whose kernels are compiled first where they are not prebuilt, and GPUs that reach one
-    another do it together; without a GPU the torch backend does. Nothing secret is printed.
+    Every GPU decodes a tiny step, after its kernels are compiled if they are not prebuilt. GPUs that reach one another
+    also decode together. Without a GPU the torch backend decodes. Nothing secret is printed.
 
-    Exits with 1 if something that is here does not work: a file of this package that is not the one that was built, a
-    requirement that is missing or of another version, a torch built for CUDA that can use no GPU, a GPU without
-    kernels, GPUs none of which reaches another, a compiler of FLASHINFER_MSA_NVCC or a FlashInfer that does not work,
-    or a self-test that fails, ends early or takes minutes. A machine without a GPU, with a torch for the CPU, is no
-    failure.
+    Exits with 1 if something does not work: a file of this package differs from the built one, a requirement is missing
+    or has another version, torch is built for CUDA but can use no GPU, a GPU has no kernels, no GPU of several reaches
+    another, the compiler of FLASHINFER_MSA_NVCC or FlashInfer does not work, or a self-test fails, ends early or takes
+    minutes. A machine without a GPU whose torch is built for the CPU is not a failure.
     """
     from flashinfer_msa.cli.doctor import examine
     from flashinfer_msa.cli.findings import print_report

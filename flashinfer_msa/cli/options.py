@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashinfer_msa.layout import LAYOUTS, Layout
 
 
 def _parse_layouts(context: click.Context, parameter: click.Parameter, names: Sequence[str]) -> list[Layout]:
-    """Return the layouts named like ``p128-tp2``, all of them without a name."""
+    """Return the layouts with names such as ``p128-tp2``, or all layouts if there is no name."""
     keys = [name.lower().replace("-", "_") for name in names] or list(LAYOUTS)
     for key, name in zip(keys, names, strict=False):
         if key not in LAYOUTS:

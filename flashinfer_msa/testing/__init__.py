@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems and their answers by brute force, for tests, demo and benchmarks."""
+"""Random problems and their brute-force answers, for tests, demo and benchmarks."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ICP problems, and the answer by brute force over keys that were never sharded.
+"""Random ICP problems, and their answers by brute force over unsharded keys.
 
-The demo, the tests and the benchmarks share this module. Its answers share no code with the kernels or the torch
+The demo, the tests and the benchmarks use this module. The brute force shares no code with the kernels or the torch
 reference.
 """
 
@@ -20,28 +20,28 @@ from flashinfer_msa.indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from flashinfer_msa.layout import BLOCK_TOKENS, HEAD_DIM, NUM_HEADS, TOP_K, Layout
 
 UNUSED_PAGE = 2**30
-"""Block-table entry of a page that no key lives in: an address made from it faults."""
+"""Block-table entry of an unused page. Reading at an address computed from it faults."""
 NEAR_TIE = 1e-5
-"""Scores closer than this part of ``sum |q| |k|`` may change places under FP32 accumulation."""
+"""Scores that differ by less than this part of ``sum |q| |k|`` may swap under FP32 accumulation."""
 FP32_WORST = 2.0**-16
-"""Part of ``sum |q| |k|`` that FP32 accumulation cannot exceed: each of 128 exact products is added with an error of at
-most 2**-23 of a partial sum, as tensor cores truncate."""
+"""The largest error of FP32 accumulation, as a part of ``sum |q| |k|``. Each of 128 exact products is added with an
+error of at most 2**-23 of a partial sum, because tensor cores truncate."""
 TENSOR_CORE_ERROR = 4e-4
-"""Part of ``sum |q| |k|`` by which sm_90a's products of e4m3 are off: they accumulate in fewer bits than FP32."""
+"""Error of sm_90a's e4m3 products, as a part of ``sum |q| |k|``. They accumulate in fewer bits than FP32."""
 TENSOR_CORE_WORST = 4 * 33 * 2.0**-13
-"""The part that cannot be exceeded: of its 32 products and the sum so far, each of 4 steps drops what lies more than 13
-bits below the largest."""
+"""The largest possible such error. Each of 4 steps adds 32 products to the sum and drops bits that are more than 13
+below the largest term's."""
 _DOTS_PER_CHUNK = 1 << 25
-"""Dot products at once: 256 MiB of float64."""
+"""Dot products that are computed at once: 256 MiB of float64."""
 _E4M3_NAN = (0x7F, 0xFF)
 _E4M3_SPECIAL = (0x7E, 0xFE, 0x80)
 """Bits of 448, -448 and -0.0."""
 
 
 def group_indexers(layout: Layout, devices: Sequence[torch.device | str], **limits: Any) -> list[MSAIcpIndexerPlan]:
-    """Indexers of every rank of a group, rank ``r`` on device ``r % len(devices)``, warmed up.
+    """Return the warmed-up indexers of every rank of a group, rank ``r`` on device ``r % len(devices)``.
 
-    ``limits`` are the arguments of ``prepare_msa_icp_indexer`` that the layout does not settle.
+    ``limits`` are the arguments of ``prepare_msa_icp_indexer`` that the layout does not determine.
     """
     indexers = [
         prepare_msa_icp_indexer(
@@ -61,11 +61,11 @@ def group_indexers(layout: Layout, devices: Sequence[torch.device | str], **limi
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Query tokens of some requests, before their index keys are cut over the ranks.
+    """Query tokens of some requests, and their index keys before sharding.
 
-    ``pages`` e4m3 ``[num_pages, page_size, 128]`` in key order, ``block_table`` int32 ``[B, columns]``, ``seq_lens``
-    int32 ``[B]`` the keys of each request, ``index_q`` e4m3 ``[T, 4, 128]``. ``page_pitch_extra`` bytes lie between the
-    local pages of a shard.
+    ``pages`` is e4m3 ``[num_pages, page_size, 128]`` in key order, ``block_table`` int32 ``[B, columns]``, ``seq_lens``
+    int32 ``[B]`` the number of keys of each request, ``index_q`` e4m3 ``[T, 4, 128]``. Gaps of
+    ``page_pitch_extra`` bytes are between the local pages of a shard.
     """
 
     layout: Layout
@@ -87,7 +87,7 @@ class Problem:
 
     @cached_property
     def num_valid_pages(self) -> torch.Tensor:
-        """B128 blocks with a key that the token sees, int32 ``[T]``; 0 where there is none."""
+        """Number of B128 blocks with a key that the token sees, int32 ``[T]``."""
         return (self.visible_keys + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
     def shard(self, rank: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Problem:
         layout = self.layout
         pitch = layout.page_bytes + self.page_pitch_extra
         storage = torch.empty(len(self.pages) * pitch, dtype=torch.uint8, device=self.pages.device)
-        # NaN in the gaps: a kernel that reads them loses keys.
+        # The gaps hold NaN, so a kernel that reads them ignores keys.
         storage.fill_(_E4M3_NAN[0])
         shape = (len(self.pages), layout.rows, HEAD_DIM)
         local = storage.as_strided(shape, (pitch, HEAD_DIM, 1))
@@ -107,9 +107,9 @@ class Problem:
 def _random_cache(
     layout: Layout, lengths: Sequence[int], longest: int, extra_columns: int, special: bool, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Draw ``pages`` for so many keys a request, spread over the cache in random order, and their ``block_table``.
+    """Draw ``pages`` for requests of ``lengths`` keys, in random order in the cache, and their ``block_table``.
 
-    The table has columns for ``longest`` keys, and extra ones.
+    The table has columns for ``longest`` keys, and ``extra_columns`` more.
     """
     counts = [math.ceil(length / layout.page_size) for length in lengths]
     num_pages = max(sum(counts), 1)
@@ -134,7 +134,7 @@ def _require_pitch(page_pitch_extra: int) -> None:
 class DecodeProblem(Problem):
     """One decode step of a batch: the last ``decode_query_len`` tokens of each request.
 
-    A shorter ``seq_lens`` (``dataclasses.replace``) is an earlier step over the same cache.
+    ``dataclasses.replace`` with a shorter ``seq_lens`` gives an earlier step with the same cache.
     """
 
     decode_query_len: int
@@ -152,9 +152,9 @@ class DecodeProblem(Problem):
         block_table_extra_columns: int = 0,
         special: bool = False,
     ) -> DecodeProblem:
-        """Draw normal keys and queries; ``special`` sows NaN, +-448 and -0.0 among them.
+        """Draw normal keys and queries. ``special`` puts NaN, +-448 and -0.0 among them.
 
-        ``page_pitch_extra`` is in bytes, a multiple of 16.
+        ``page_pitch_extra`` is in bytes and a multiple of 16.
         """
         _require_pitch(page_pitch_extra)
         generator = torch.Generator(device).manual_seed(seed)
@@ -183,7 +183,7 @@ class DecodeProblem(Problem):
 class PrefillProblem(Problem):
     """A prefill window: ``query_lens[b]`` tokens of each segment, from position ``positions[b]`` on.
 
-    ``index_q`` may hold more rows than the segments have tokens: padding.
+    If ``index_q`` has more rows than the segments have tokens, the last ones are padding.
     """
 
     query_lens: tuple[int, ...]
@@ -204,10 +204,10 @@ class PrefillProblem(Problem):
         block_table_extra_columns: int = 0,
         special: bool = False,
     ) -> PrefillProblem:
-        """Draw normal keys and queries; ``special`` sows NaN, +-448 and -0.0 among them.
+        """Draw normal keys and queries. ``special`` puts NaN, +-448 and -0.0 among them.
 
-        By default a segment's tokens are the last of its keys. ``padding`` rows of the query follow the segments'.
-        Pages without a key that a token sees do not exist.
+        By default a segment's tokens are the last of its keys. ``padding`` rows follow the segments' rows in the query.
+        Only pages with a key that a token sees exist.
         """
         _require_pitch(page_pitch_extra)
         if positions is None:
@@ -231,7 +231,7 @@ class PrefillProblem(Problem):
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
-        """Keys that each token sees, int32 ``[T]``; 0 for padding."""
+        """Number of keys that each token sees, int32 ``[T]``; 0 for padding."""
         seen = torch.zeros(len(self.index_q), dtype=torch.int32, device=self.index_q.device)
         for rows, position, kv_len in zip(self.rows, self.positions, self.seq_lens.tolist(), strict=True):
             last = torch.arange(position + 1, position + 1 + rows.stop - rows.start, device=seen.device)
@@ -240,7 +240,7 @@ class PrefillProblem(Problem):
 
     @cached_property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query lengths, key lengths, offsets of both and positions, int32, as a plan takes them."""
+        """The int32 inputs of a plan: query lengths, key lengths, offsets of both, positions."""
         device = self.index_q.device
         lens = torch.tensor(self.query_lens, dtype=torch.int32, device=device)
         zero = lens.new_zeros(1)
@@ -258,7 +258,7 @@ class PrefillProblem(Problem):
         }
 
     def windows(self, tokens: int) -> list[PrefillProblem]:
-        """Cut the step into windows of at most ``tokens`` query tokens; a segment may go on in the next window."""
+        """Cut the step into windows of at most ``tokens`` query tokens. A segment may span windows."""
         total = sum(self.query_lens)
         return [self._window(begin, min(begin + tokens, total)) for begin in range(0, total, tokens)]
 
@@ -280,7 +280,7 @@ class PrefillProblem(Problem):
 
 
 def share_cache(decode: DecodeProblem, prefill: PrefillProblem) -> tuple[DecodeProblem, PrefillProblem]:
-    """Return both problems over one cache that holds the pages of either."""
+    """Return both problems with one cache that has the pages of both."""
     pages = torch.cat([decode.pages.view(torch.uint8), prefill.pages.view(torch.uint8)]).view(decode.pages.dtype)
     used = prefill.block_table != UNUSED_PAGE
     block_table = torch.where(used, prefill.block_table + len(decode.pages), prefill.block_table)
@@ -296,11 +296,10 @@ def run_local_prefill(
     tokens: int,
     pool: torch.Tensor | None = None,
 ) -> None:
-    """One rank's local part of a layer of a prefill step, in windows of ``tokens``, into its carrier.
+    """Run one rank's local part of a prefill layer, in windows of ``tokens``, into its carrier.
 
-    With a ``pool`` by the fused chain, which needs no ``scratch``.
-
-    All windows are planned before any runs, as every layer uses all of them.
+    With a ``pool`` the fused chain runs, which needs no ``scratch``. All windows are planned before any runs, because
+    in serving every layer uses all plans.
     """
     windows = problem.windows(tokens)
     plans = [indexer.prefill_window_plan(i, *window.segments, **window.bounds) for i, window in enumerate(windows)]
@@ -312,23 +311,23 @@ def run_local_prefill(
 
 
 def exchange(carriers: Sequence[torch.Tensor], indexer: MSAIcpIndexerPlan) -> torch.Tensor:
-    """What an all-to-all of every rank's carrier int32 ``[4, T, 33]`` brings to the rank of ``indexer``."""
+    """Return what an all-to-all of the ranks' carriers, int32 ``[4, T, 33]``, gives the rank of ``indexer``."""
     first = indexer.rank * indexer.heads_per_rank
     return torch.stack([carrier[first : first + indexer.heads_per_rank].to(indexer.device) for carrier in carriers])
 
 
 def random_e4m3(shape: Sequence[int], generator: torch.Generator, *, special: bool = False) -> torch.Tensor:
-    """Draw normal e4m3 values; ``special`` sets one in 64 to +-448 or -0.0, and puts a NaN in one vector in 32."""
+    """Draw normal e4m3 values. ``special`` sets one in 64 to +-448 or -0.0, and a NaN in one vector of 32."""
     values = torch.empty(*shape, dtype=torch.float8_e4m3fn, device=generator.device)
     for part in values.split(1 << 10):
         part.copy_(torch.randn(part.shape, generator=generator, device=generator.device))
         if special:
-            _sow(part.view(torch.uint8), _E4M3_SPECIAL, 1 / 64, generator)
-            _sow(part.view(torch.uint8)[..., :1], _E4M3_NAN, 1 / 32, generator)
+            _scatter(part.view(torch.uint8), _E4M3_SPECIAL, 1 / 64, generator)
+            _scatter(part.view(torch.uint8)[..., :1], _E4M3_NAN, 1 / 32, generator)
     return values
 
 
-def _sow(target: torch.Tensor, values: Sequence[int], probability: float, generator: torch.Generator) -> None:
+def _scatter(target: torch.Tensor, values: Sequence[int], probability: float, generator: torch.Generator) -> None:
     """Replace bytes of ``target`` by a random choice of ``values``."""
     hit = torch.rand(target.shape, generator=generator, device=target.device) < probability
     choice = torch.randint(len(values), target.shape, generator=generator, device=target.device)
@@ -339,10 +338,10 @@ def _sow(target: torch.Tensor, values: Sequence[int], probability: float, genera
 class Expected(NamedTuple):
     """The global Top16 by brute force.
 
-    ``ids`` int32 ``[T, 4, 16]`` ascending with a tail of -1; where nothing is valid, all -1 in decode and a 0 before
-    the tail in prefill. ``scores`` float64 ``[T, 4, blocks]``, -inf where nothing is visible. ``bounds`` float64
-    likewise: the largest ``sum |q| |k|`` of a block's visible keys. ``forced`` bool ``[T, 4, blocks]``: chosen whatever
-    the score.
+    ``ids`` is int32 ``[T, 4, 16]``, ascending with a tail of -1. For a token without valid blocks, a decode row is all
+    -1 and a prefill row is a 0 and the tail. ``scores`` is float64 ``[T, 4, blocks]``, -inf for a block without visible
+    keys. ``bounds``, of the same type, is the largest ``sum |q| |k|`` of a block's visible keys. ``forced`` is bool
+    ``[T, 4, blocks]``: the blocks that are selected whatever their score.
     """
 
     ids: torch.Tensor
@@ -352,7 +351,7 @@ class Expected(NamedTuple):
 
 
 def block_scores(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score every key in float64: ``scores`` and ``bounds`` of :class:`Expected`."""
+    """Score every key in float64; return ``scores`` and ``bounds`` of :class:`Expected`."""
     layout = problem.layout
     seq_lens, visible = problem.seq_lens.tolist(), problem.visible_keys
     tokens = len(visible)
@@ -386,16 +385,16 @@ def brute_force_top16(
     local_blocks: int,
     scored: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Expected:
-    """Take the 16 best of all blocks: forced first, then by score, ties to the lower id.
+    """Select the 16 best of all blocks: forced ones first, then by score, with ties to the lower id.
 
-    ``scored`` is ``block_scores(problem)``, for callers that select more than once.
+    A caller that selects several times can pass ``block_scores(problem)`` as ``scored``.
     """
     scores, bounds = block_scores(problem) if scored is None else scored
     valid = problem.num_valid_pages[:, None, None]
     block = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     exists = (block < valid).expand(scores.shape)
     forced = exists & ((block < init_blocks) | (block >= valid - local_blocks))
-    # A score is an FP32 number, so blocks tie that round to the same one. Stable sorts: ties keep the lower id first.
+    # Scores are FP32 numbers, so blocks tie that round to the same one. Stable sorts keep the lower id first.
     order = torch.argsort(scores.float(), dim=-1, descending=True, stable=True)
     for first in (forced, exists):
         order = order.gather(-1, torch.argsort(~first.gather(-1, order), dim=-1, stable=True))
@@ -410,13 +409,13 @@ def brute_force_top16(
 
 
 def _block_max(dots: torch.Tensor, unseen: torch.Tensor, empty: float) -> torch.Tensor:
-    """Largest number of each B128 block of ``dots`` ``[tokens, 4, keys]``, without NaN and keys that are unseen."""
+    """Return the maximum of each B128 block of ``dots`` ``[tokens, 4, keys]``, without NaN and unseen keys."""
     dots.masked_fill_(dots.isnan() | unseen[:, None], empty)
     return dots.unflatten(-1, (-1, BLOCK_TOKENS)).amax(-1)
 
 
 class Comparison(NamedTuple):
-    """Counts of (token, head) rows: all of them, equal ones, near ties and wrong ones."""
+    """Counts of (token, head) rows: all rows, equal rows, near ties and wrong rows."""
 
     rows: int = 0
     equal: int = 0
@@ -424,15 +423,15 @@ class Comparison(NamedTuple):
     wrong: int = 0
 
     def plus(self, other: Comparison) -> Comparison:
-        """Return the counts of both together."""
+        """Return the sums of both comparisons."""
         return Comparison(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def compare(output_ids: torch.Tensor, expected: Expected, *, near_tie: float = NEAR_TIE) -> Comparison:
     """Compare selected ids int32 ``[T, 4, 16]`` with the brute force.
 
-    A row that differs is a near tie when it is well formed and every block it took instead of an expected one scores
-    within ``near_tie`` of it, relative to the largest bound of the blocks swapped. Forced blocks never tie.
+    A row that differs is a near tie if it is well formed and the scores of the swapped blocks differ by less than
+    ``near_tie`` times the largest of their bounds. Forced blocks never tie.
     """
     output, ids = output_ids.cpu(), expected.ids.cpu()
     differs = (output != ids).any(-1).nonzero().tolist()
@@ -447,7 +446,7 @@ def compare(output_ids: torch.Tensor, expected: Expected, *, near_tie: float = N
         if blocks.min() < 0 or blocks.max() >= expected.scores.shape[-1] or expected.forced[token, head, blocks].any():
             continue
         score, bound = expected.scores[token, head, blocks], expected.bounds[token, head, blocks].max()
-        # A block whose score is -inf differs by inf or NaN from any other: it never ties.
+        # A score of -inf differs from any other by inf or NaN, so it never ties.
         near += bool(score.max() - score.min() < near_tie * bound)
     wrong = len(differs) - near
     rows = output.shape[0] * output.shape[1]

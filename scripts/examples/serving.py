@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server has around the indexer, in small: a process group, requests, a paged index-K cache.
+"""A small version of what a server has around the indexer: a process group, requests, a paged index-K cache.
 
-And what a server does without: the check against keys that were never sharded.
+It also has a check against unsharded keys, which a server does not need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORCED = {"init_blocks": 0, "local_blocks": 1}
 
 
 def join_group(backend: str) -> torch.device:
-    """Join the group that torchrun started, with a GPU of its own for each process, or on the CPU for the reference."""
+    """Join the group that torchrun started, with a GPU per process, or on the CPU for the reference."""
     if "RANK" not in os.environ:
         raise click.UsageError(f"start 2 or 4 processes: torchrun --nproc-per-node 2 {sys.argv[0]}")
     if backend != "cake":
@@ -41,7 +41,7 @@ def join_group(backend: str) -> torch.device:
 
 
 class PagePool:
-    """Hands out the pages of the cache. A page has the same number on every rank, so all have one block table."""
+    """Allocates the pages of the cache. A page has the same number on every rank, so all share one block table."""
 
     def __init__(self, num_pages: int, page_size: int, seed: int) -> None:
         self.num_pages = num_pages
@@ -50,21 +50,21 @@ class PagePool:
         random.Random(seed).shuffle(self._free)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens of a request fill."""
+        """Return the number of pages for ``tokens`` tokens of a request."""
         return ceil_div(tokens, self.page_size)
 
     def allocate(self) -> int:
-        """Return a page that nobody has; the caller admits no more requests than there are pages for."""
+        """Return a free page. The caller admits no more requests than there are pages for."""
         return self._free.pop()
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take pages back."""
+        """Free pages."""
         self._free.extend(pages)
 
 
 @dataclass
 class Request:
-    """A sequence of ``prompt`` tokens that is to have ``total`` in the end.
+    """A sequence that begins with ``prompt`` tokens and ends with ``total``.
 
     The index keys of its first ``length`` tokens are in the cache, on ``pages``.
     """
@@ -75,7 +75,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
 
     def grow(self, tokens: int, pool: PagePool) -> torch.Tensor:
-        """Make room for the next tokens.
+        """Allocate pages for the next tokens.
 
         Returns
         -------
@@ -93,8 +93,8 @@ class Request:
 class IndexKeyCache:
     """One rank's rows of the paged index keys of every layer.
 
-    ``shards`` has an e4m3 tensor ``[pages, page_size / world_size, 128]`` a layer. The last page is in no block table:
-    keys that other ranks hold, and padding, are written there, so that every rank writes as many rows.
+    ``shards`` has an e4m3 tensor ``[pages, page_size / world_size, 128]`` per layer. The last page is in no block
+    table. Keys of other ranks and padding are written there, so that every rank writes the same number of rows.
     """
 
     def __init__(self, layout: Layout, rank: int, *, layers: int, num_pages: int, device: torch.device) -> None:
@@ -106,18 +106,18 @@ class IndexKeyCache:
             self._row_of[layout.global_key(rank, 0, row)] = row
 
     def local_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where keys go whose slots are int64 ``[T]``, -1 for padding: rows of a flattened shard."""
+        """Return the rows of a flattened shard for keys with ``slots``, int64 ``[T]``, -1 for padding."""
         row = self._row_of[slots % self._page_size]
         held = (slots >= 0) & (row >= 0)
         return torch.where(held, slots // self._page_size * self._rows + row, self._spare)
 
     def write(self, layer: int, keys: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write keys e4m3 ``[T, 128]`` of this step's tokens to ``rows``, from :meth:`local_rows`, on the device."""
+        """Write this step's keys, e4m3 ``[T, 128]``, to ``rows`` from :meth:`local_rows`, on the device."""
         _write_rows(self.shards[layer], keys, rows)
 
 
 class DecodeBatch:
-    """The decode requests of a step, in buffers that stay: prepared steps and CUDA graphs hold their addresses."""
+    """The decode requests of a step, in fixed buffers, because prepared steps and CUDA graphs hold their addresses."""
 
     def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
         self.block_table = torch.zeros(capacity, columns, dtype=torch.int32, device=device)
@@ -125,7 +125,7 @@ class DecodeBatch:
         self.num_valid_pages = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def load(self, requests: Sequence[Request]) -> None:
-        """Fill the buffers, between steps: no kernel of a step may write them. Rows after the requests are padding."""
+        """Refill the buffers between steps. No kernel of a step may write them. Rows after the requests are padding."""
         lengths = torch.zeros(len(self.seq_lens), dtype=torch.int32)
         lengths[: len(requests)] = torch.tensor([request.length for request in requests], dtype=torch.int32)
         self.seq_lens.copy_(lengths)
@@ -134,7 +134,7 @@ class DecodeBatch:
 
 
 def block_table(requests: Sequence[Request], shape: Sequence[int]) -> torch.Tensor:
-    """The pages of each request, int32 ``[rows, columns]``; what is not theirs is never read."""
+    """Return the pages of each request, int32 ``[rows, columns]``. Other entries are never read."""
     table = torch.zeros(*shape, dtype=torch.int32)
     for row, request in zip(table, requests, strict=False):
         row[: len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
@@ -142,20 +142,20 @@ def block_table(requests: Sequence[Request], shape: Sequence[int]) -> torch.Tens
 
 
 class UnshardedKeys:
-    """The whole pages of some layers, e4m3 ``[pages, page_size, 128]`` each: what rank 0 checks the ranks against."""
+    """The unsharded pages of some layers, e4m3 ``[pages, page_size, 128]`` each, for rank 0's checks."""
 
     def __init__(self, layout: Layout, *, layers: Collection[int], num_pages: int, device: torch.device) -> None:
         shape = (num_pages, layout.page_size, HEAD_DIM)
         self.pages = {layer: _zero_keys(shape, device) for layer in layers}
 
     def write(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys e4m3 ``[T, 128]`` to their slots, on the device; padding, -1, is left out."""
+        """Write keys, e4m3 ``[T, 128]``, to their slots on the device, except padding, whose slot is -1."""
         if layer in self.pages:
             real = slots >= 0
             _write_rows(self.pages[layer], keys.view(torch.uint8)[real], slots[real])
 
 
-# Few operations know float8: keys are handled as bytes.
+# Few operations support float8, so keys are handled as bytes.
 
 
 def _zero_keys(shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -167,10 +167,10 @@ def _write_rows(pages: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def check(selected: Sequence[torch.Tensor], problems: Iterable[Problem], near_tie: float) -> Comparison:
-    """Compare what the owners selected with the brute force. Collective: rank 0 compares and tells the others.
+    """Compare the owners' Top16 with the brute force. All ranks call this; rank 0 compares and broadcasts the result.
 
-    ``selected`` has this rank's int32 ``[T, heads_per_rank, 16]`` of each checked layer, ``problems`` on rank 0 those
-    layers' queries and unsharded keys; on the others it is not looked at.
+    ``selected`` has this rank's int32 ``[T, heads_per_rank, 16]`` of each checked layer. On rank 0, ``problems`` has
+    those layers' queries and unsharded keys. On other ranks it is not used.
     """
     own = torch.stack(list(selected))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
@@ -185,12 +185,12 @@ def check(selected: Sequence[torch.Tensor], problems: Iterable[Problem], near_ti
 
 
 def _expected(problem: Problem) -> Expected:
-    # Near ties are looked at one by one, which is quicker on the host.
+    # Near ties are examined one by one, which is faster on the host.
     return Expected(*(part.cpu() for part in brute_force_top16(problem, **FORCED)))
 
 
 def decode_problem(layout: Layout, pages: torch.Tensor, batch: DecodeBatch, index_q: torch.Tensor) -> DecodeProblem:
-    """One layer of a decode step, one token a request, as the brute force takes it."""
+    """Return one layer of a decode step, with one token per request, for the brute force."""
     rows = slice(len(index_q))
     return DecodeProblem(
         layout=layout,
@@ -203,7 +203,7 @@ def decode_problem(layout: Layout, pages: torch.Tensor, batch: DecodeBatch, inde
 
 
 class Stopwatch:
-    """Times steps: a CUDA device by events, which does not hold up the host, the CPU by the wall clock."""
+    """Times steps: a CUDA device by events, which do not block the host, and the CPU by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -211,7 +211,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the body."""
         begin = self._mark()
         yield
         self._marks.append((begin, self._mark()))
@@ -224,7 +224,7 @@ class Stopwatch:
         return event
 
     def seconds(self) -> list[float]:
-        """Seconds of each step so far."""
+        """Return the seconds of each step so far."""
         if not self._on_gpu:
             return [end - begin for begin, end in self._marks]
         torch.cuda.synchronize()
@@ -241,14 +241,17 @@ def _size_option(name: str, *, gpu: int, cpu: int, least: int, text: str) -> Cal
 
 
 def options(**sizes: dict[str, Any]) -> Callable[[Any], Any]:
-    """The options of an example: those of both, and ``sizes``, each with ``gpu``, ``cpu``, ``least`` and ``text``."""
+    """Return a decorator that adds the options of both examples and ``sizes``.
+
+    Each size has ``gpu``, ``cpu``, ``least`` and ``text``.
+    """
     decorators = [
         click.option(
             "--backend",
             type=click.Choice(["cake", "torch"]),
             default=lambda: "cake" if torch.cuda.is_available() else "torch",
             is_eager=True,
-            help="Kernels over NCCL, or the reference on the CPU over Gloo.  [default: kernels where there is a GPU]",
+            help="Kernels with NCCL, or the reference on the CPU with Gloo.  [default: kernels if there is a GPU]",
         ),
         click.option(
             "--layout",
@@ -257,9 +260,9 @@ def options(**sizes: dict[str, Any]) -> Callable[[Any], Any]:
             default=f"p{PAGE_SIZES[0]}",
             show_default=True,
             callback=lambda context, parameter, value: int(value[1:]),
-            help="Page size of the index-K cache; the world size is torchrun's.",
+            help="Page size of the index-K cache. The world size is torchrun's.",
         ),
-        click.option("--tagged/--legacy", default=True, show_default=True, help="Form of the receive rows."),
+        click.option("--tagged/--legacy", default=True, show_default=True, help="Kind of the receive rows."),
         *(_size_option(f"--{name.replace('_', '-')}", **size) for name, size in sizes.items()),
         click.option("--seed", type=int, default=0, show_default=True),
     ]
@@ -279,7 +282,7 @@ def report(line: str) -> None:
 
 
 def report_check(counts: Comparison) -> None:
-    """Print what the checks found."""
+    """Print the counts of the checks."""
     report(
         f"check: {counts.rows} rows of Top16, {counts.equal} equal those of the unsharded keys, "
         f"{counts.near_ties} near ties, {counts.wrong} wrong"
@@ -287,6 +290,6 @@ def report_check(counts: Comparison) -> None:
 
 
 def title(layout: Layout, backend: str, tagged: bool, device: torch.device) -> str:
-    """What runs where."""
+    """Return a line about the layout, row kind, backend and device."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"{layout.title}, {'tagged' if tagged else 'legacy'} rows, backend {backend} on {where}"

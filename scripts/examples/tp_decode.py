@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode under tensor parallelism, the smallest whole thing: every layer of a model over a growing paged index-K cache.
+"""The smallest complete decode under tensor parallelism: all layers of a model with a growing paged index-K cache.
 
-Run it as ``torchrun --nproc-per-node 2 scripts/examples/tp_decode.py`` (2 or 4 ranks). The layers differ in keys and
-queries alone: normal random numbers from one seed, which every rank draws, so that each can cut out its shard.
+Run it as ``torchrun --nproc-per-node 2 scripts/examples/tp_decode.py`` (2 or 4 ranks). The layers differ only in keys
+and queries, which are normal random numbers. Every rank draws all of them from one seed and keeps its shard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flashinfer_msa.testing.problems import NEAR_TIE, Comparison, random_e4m3
 @click.command()
 @options(
     layers={"gpu": 60, "cpu": 12, "least": 1, "text": "Sparse layers; tagged rows need two."},
-    steps={"gpu": 64, "cpu": 8, "least": 2, "text": "Decode steps, a token a request each."},
+    steps={"gpu": 64, "cpu": 8, "least": 2, "text": "Decode steps of one token per request."},
     batch={"gpu": 32, "cpu": 3, "least": 1, "text": "Requests."},
     context={"gpu": 32768, "cpu": 4096, "least": 1, "text": "Keys of the longest request before the first step."},
 )
@@ -69,11 +69,11 @@ def main(
         backend=backend,
     )
     with allocate_comm(indexer) as comm:
-        # Every kernel is resident on every rank before the first wait for a peer.
+        # Load every kernel on every rank before the first wait for a peer.
         indexer.warmup()
         dist.barrier()
 
-        # The requests as their prefill has left them.
+        # Set up the requests as after their prefill.
         lengths = [context, *random.Random(seed).choices(range(context // 2, context), k=batch - 1)]
         requests = [Request(prompt=length, total=length + steps) for length in lengths]
         pool = PagePool(sum(ceil_div(request.total, page_size) for request in requests), page_size, seed)
@@ -89,14 +89,14 @@ def main(
             cache.write(layer, keys, rows)
             unsharded.write(layer, keys, slots)
 
-        # What a step reads and writes stays where it is; a step fills it with new values.
+        # Refill these buffers in place; never reallocate them.
         decode = DecodeBatch(batch, ceil_div(indexer.max_model_len, page_size), device)
         rows = torch.zeros(batch, dtype=torch.int64, device=device)
         index_q = torch.empty(layers, batch, NUM_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
         index_k = torch.empty(layers, batch, HEAD_DIM, dtype=torch.float8_e4m3fn, device=device)
         output = torch.zeros(batch, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
         selected = torch.zeros(layers, *output.shape, dtype=torch.int32, device=device)
-        # Checks every argument once; a layer brings its query, keys and slot set.
+        # This checks every argument once. A layer then only passes its query, keys and slot set.
         prepared = indexer.prepare_decode_step(
             decode.block_table,
             decode.seq_lens,
@@ -112,9 +112,9 @@ def main(
             for layer in range(layers):
                 cache.write(layer, index_k[layer], rows)
                 prepared.run(index_q[layer], cache.shards[layer], slot=(first_slot + layer) % NUM_SLOT_SETS)
-                selected[layer].copy_(output)  # here attention would read the blocks in `output`
+                selected[layer].copy_(output)  # attention would read the blocks in `output` here
 
-        # Slot sets rotate over all layers of all steps: unless the layers are a multiple of 3, three graphs take turns.
+        # slot = layers_run % 3, counted across steps. Unless `layers` is a multiple of 3, steps need three graphs.
         graphs: dict[int, torch.cuda.CUDAGraph] = {}
         stopwatch = Stopwatch(device)
         counts = Comparison()
@@ -130,7 +130,7 @@ def main(
                 with stopwatch.step():
                     run_layers(first_slot)
             elif step == 0:
-                run_layers(first_slot)  # torch loads its kernels too before a graph is captured
+                run_layers(first_slot)  # torch too must load its kernels before a capture
             else:
                 if first_slot not in graphs:
                     graphs[first_slot] = capture(lambda slot=first_slot: run_layers(slot))
@@ -149,15 +149,15 @@ def main(
         report(f"{title(layout, backend, tagged, device)}: {layers} layers, {batch} requests of up to {context} keys")
         report_check(counts)
         rate = f"{batch / seconds:.0f} tokens/s"
-        report(f"time: {1e6 * seconds / layers:.1f} us a layer, {rate} (median of {len(times)} steps)")
+        report(f"time: {1e6 * seconds / layers:.1f} us per layer, {rate} (median of {len(times)} steps)")
     dist.destroy_process_group()
     sys.exit(counts.wrong > 0)
 
 
 def capture(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what ``function`` launches."""
+    """Capture what ``function`` launches in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog calls CUDA from a thread of its own meanwhile.
+    # NCCL's watchdog thread calls CUDA during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         function()
     return graph

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving under tensor parallelism: steps that decode and prefill at once, as a scheduler makes them.
+"""Serving under tensor parallelism: a scheduler makes steps that decode and prefill together.
 
 Run it as ``torchrun --nproc-per-node 2 scripts/examples/tp_serving_step.py`` (2 or 4 ranks). Requests arrive, prefill
-in chunks, decode, and give their pages back. Steps are padded to a few sizes and keep their buffers, so that the graphs
-of the indexer's layers are replayed. Keys and queries are normal random numbers from one seed, which every rank draws.
+in chunks, decode, and free their pages. Steps are padded to a few sizes and reuse their buffers, so that the indexer's
+layer graphs can be replayed. Keys and queries are normal random numbers, which every rank draws from one seed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from flashinfer_msa.sizing import MAX_WINDOW_TOKENS, ceil_div
 from flashinfer_msa.testing.problems import NEAR_TIE, TENSOR_CORE_ERROR, Comparison, PrefillProblem, random_e4m3
 
 GRAPH_KEYS = 12
-"""Sizes of steps whose graphs are kept."""
+"""Step sizes whose graphs are cached."""
 CHECKS = 8
-"""Steps that are checked."""
+"""Number of checked steps."""
 
 
 class Chunk(NamedTuple):
-    """Prefill tokens of a request, the last of those whose keys it has."""
+    """Prefill tokens of a request. They are the last ones whose keys are in its cache."""
 
     request: Request
     position: int
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A step that was timed: its tokens, and whether all of its layers were CUDA graphs made before."""
+    """A timed step: its tokens, and whether all of its layers were replays of CUDA graphs."""
 
     decode_tokens: int
     prefill_tokens: int
@@ -78,7 +78,7 @@ class Timed(NamedTuple):
 
 
 class Scheduler:
-    """Decodes every request that can be, and fills the step up with prefill chunks, first come, first served."""
+    """Decodes every request that is past its prompt, and adds prefill chunks in the order of arrival."""
 
     def __init__(self, arrivals: Iterable[tuple[int, Request]], pool: PagePool, *, batch: int, chunk: int) -> None:
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
@@ -89,7 +89,7 @@ class Scheduler:
         self.finished = 0
 
     def schedule(self, step: int) -> tuple[list[Request], list[tuple[Request, int]]]:
-        """Return the requests that decode a token, and those that prefill so many."""
+        """Return the requests that decode one token, and those that prefill with their numbers of tokens."""
         while self._arrivals and self._arrivals[0][0] <= step and self._admits(self._arrivals[0][1]):
             self._running.append(self._arrivals.popleft()[1])
         decode = [request for request in self._running if request.length >= request.prompt]
@@ -102,12 +102,12 @@ class Scheduler:
         return decode, prefill
 
     def _admits(self, request: Request) -> bool:
-        """Whether there is room for all that the running requests and this one will ever have."""
+        """Whether the pages suffice for the final lengths of the running requests and this one."""
         pages = sum(self._pool.pages_of(other.total) for other in [*self._running, request])
         return len(self._running) < self._batch and pages <= self._pool.num_pages
 
     def retire(self) -> None:
-        """Take the pages of requests that are complete."""
+        """Free the pages of complete requests."""
         for request in [request for request in self._running if request.length == request.total]:
             self._running.remove(request)
             self._pool.release(request.pages)
@@ -115,7 +115,7 @@ class Scheduler:
 
 
 class PrefillBatch:
-    """The prefill rows of a step and their windows, in buffers that stay: CUDA graphs hold their addresses."""
+    """The prefill rows of a step and their windows, in fixed buffers, because CUDA graphs hold their addresses."""
 
     def __init__(
         self, indexer: MSAIcpIndexerPlan, *, tokens: int, window_tokens: int, columns: int, device: torch.device
@@ -130,7 +130,7 @@ class PrefillBatch:
         self.num_valid_pages = torch.zeros(tokens, **int32)
 
     def load(self, chunks: Sequence[Chunk], rows: int) -> list[tuple[int, int, torch.Tensor, MSAIcpScorePlan]]:
-        """Fill the buffers and plan the windows on the device; ``rows`` after the tokens of the chunks are padding."""
+        """Refill the buffers and plan the windows on the device. Rows after the chunks' tokens are padding."""
         valid = torch.zeros(rows, dtype=torch.int32)
         row = 0
         for chunk in chunks:
@@ -148,7 +148,7 @@ class PrefillBatch:
         parts = list(cut(chunks, start, end))
         table, segments = self._block_tables[index], self._segments[index]
         table.copy_(block_table([part.request for part in parts], table.shape))
-        # There are always as many segments: those after the parts are empty.
+        # The number of segments is fixed. Those after the parts are empty.
         host = torch.zeros(segments.shape, dtype=torch.int32)
         host[0, : len(parts)] = torch.tensor([part.tokens for part in parts], dtype=torch.int32)
         host[4, : len(parts)] = torch.tensor([part.position for part in parts], dtype=torch.int32)
@@ -156,7 +156,7 @@ class PrefillBatch:
         host[2:4, 1:] = host[:2, :-1].cumsum(1)
         segments.copy_(host)
         query_lens, key_lens, query_offsets, key_offsets, positions = segments
-        # The bounds are those of the buffers, so that equal sizes make equal plans.
+        # The bounds come from the buffers, so that equal sizes give equal plans.
         window_plan = self._indexer.prefill_window_plan(
             index,
             query_lens[:-1],
@@ -172,7 +172,7 @@ class PrefillBatch:
 
 
 def cut(chunks: Iterable[Chunk], start: int, end: int) -> Iterable[Chunk]:
-    """The parts of chunks, which lie one after another, in rows ``start`` to ``end``."""
+    """Yield the parts of consecutive chunks that are in rows ``start`` to ``end``."""
     row = 0
     for chunk in chunks:
         first, last = max(row, start), min(row + chunk.tokens, end)
@@ -182,7 +182,7 @@ def cut(chunks: Iterable[Chunk], start: int, end: int) -> Iterable[Chunk]:
 
 
 def padded(rows: int, least: int, most: int) -> int:
-    """The size that a step is padded to: a power of two times ``least``, or ``most``, or nothing at all."""
+    """Return the padded size of a step: ``least`` times a power of two, at most ``most``, or 0 for no rows."""
     size = least
     while size < rows:
         size *= 2
@@ -192,7 +192,7 @@ def padded(rows: int, least: int, most: int) -> int:
 def prefill_problem(
     layout: Layout, pages: torch.Tensor, chunks: Sequence[Chunk], columns: int, index_q: torch.Tensor
 ) -> PrefillProblem:
-    """One layer of the step's prefill as the brute force takes it."""
+    """Return one layer of the step's prefill for the brute force."""
     device = pages.device
     table = block_table([chunk.request for chunk in chunks], (len(chunks), columns))
     key_lens = [chunk.position + chunk.tokens for chunk in chunks]
@@ -210,12 +210,12 @@ def prefill_problem(
 @click.command()
 @options(
     layers={"gpu": 60, "cpu": 4, "least": 1, "text": "Sparse layers; tagged rows need two."},
-    steps={"gpu": 160, "cpu": 24, "least": 1, "text": "Steps; the more, the more requests arrive."},
-    batch={"gpu": 32, "cpu": 3, "least": 1, "text": "Requests at once."},
+    steps={"gpu": 160, "cpu": 24, "least": 1, "text": "Steps. More steps have more requests."},
+    batch={"gpu": 32, "cpu": 3, "least": 1, "text": "Concurrent requests."},
     context={"gpu": 32768, "cpu": 3072, "least": 8, "text": "Tokens of the longest request."},
     chunk={"gpu": 8192, "cpu": 512, "least": 1, "text": "Prefill tokens of a step."},
     window={"gpu": 4096, "cpu": 192, "least": 1, "text": "Prefill tokens of a window."},
-    check_layers={"gpu": 6, "cpu": 2, "least": 1, "text": "Layers that are checked; rank 0 holds all their keys."},
+    check_layers={"gpu": 6, "cpu": 2, "least": 1, "text": "Checked layers. Rank 0 holds all their keys."},
 )
 def main(
     backend: str,
@@ -242,7 +242,7 @@ def main(
         **FORCED,
         max_decode_tokens=batch,
         max_decode_query_len=1,
-        # Room for as many windows as a step is cut into: by itself the indexer expects full ones.
+        # The indexer allocates as many plans as full windows need. This makes enough for the smaller ones here.
         max_num_batched_tokens=ceil_div(chunk, min(window, MAX_WINDOW_TOKENS)) * MAX_WINDOW_TOKENS,
         max_num_seqs=batch,
         max_model_len=context,
@@ -259,9 +259,9 @@ def main(
     unsharded = UnshardedKeys(layout, layers=checked if rank == 0 else (), num_pages=pool.num_pages, device=device)
     generator = torch.Generator(device).manual_seed(seed)
 
-    # Graphs that have captured the exchange go before its process group.
+    # Graphs that have captured the exchange must be freed before its process group.
     with allocate_comm(indexer) as comm, indexer.layer_graphs(max_keys=GRAPH_KEYS) as graphs:
-        # Before the first wait for a peer, every kernel is resident on every rank and the exchange is connected.
+        # Load every kernel on every rank and connect the exchange before the first wait for a peer.
         indexer.warmup()
         scratch_tokens, _, pitch = indexer.prefill_scratch_shape()
         window = min(window, scratch_tokens)
@@ -277,14 +277,14 @@ def main(
             torch.zeros(rows, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=device)
             for rows in (batch, chunk)
         )
-        uses = 0  # of slot sets: runs over all layers of all steps that decode
+        layers_run = 0  # decode layers of all steps so far
         stopwatch, timed = Stopwatch(device), []
         counts = Comparison()
         for step in range(steps):
             decoding, prefilling = scheduler.schedule(step)
             if not decoding and not prefilling:
                 continue
-            # The decode rows come first, then the prefill rows, each padded to a size that comes again.
+            # The decode rows come first, then the prefill rows. Both are padded to sizes that recur.
             decode_rows = padded(len(decoding), 1, batch)
             prefill_rows = padded(sum(tokens for _, tokens in prefilling), ITEM_TOKENS, chunk)
             decode_slots = [request.grow(1, pool) for request in decoding]
@@ -295,7 +295,7 @@ def main(
             index_q = [random_e4m3((len(slots), NUM_HEADS, HEAD_DIM), generator) for _ in range(layers)]
             index_k = [random_e4m3((len(slots), HEAD_DIM), generator) for _ in range(layers)]
 
-            # Once a step: buffers, plans of windows, and the checks of every argument.
+            # Once per step: refill buffers, plan windows, and check every argument.
             decode = prefill = exchange = None
             if decode_rows:
                 decode_batch.load(decoding)
@@ -328,17 +328,17 @@ def main(
                 decode_tokens=decode_rows,
             )
 
-            # Once a layer: its keys into the cache, and its selection. Graphs are captured and replayed on the way.
+            # Once per layer: write its keys to the cache, and select. `run` captures and replays graphs.
             due = step % max(steps // CHECKS, 1) == 0
             selected = []
             before = graphs.stats["replayed_layers"]
             with stopwatch.step():
                 for layer in range(layers):
                     cache.write(layer, index_k[layer], rows)
-                    slot = uses % NUM_SLOT_SETS if decode else 0
+                    slot = layers_run % NUM_SLOT_SETS if decode else 0
                     graph_step.run(layer, index_q[layer], cache.shards[layer], slot=slot)
-                    uses += decode is not None
-                    # Here attention would read the blocks in the outputs, which the next layer overwrites.
+                    layers_run += decode is not None
+                    # Attention would read the blocks in the outputs here, before the next layer overwrites them.
                     if due and layer in checked:
                         selected.append((decode_output[:decode_rows].clone(), prefill_output[:prefill_rows].clone()))
             replayed = graphs.stats["replayed_layers"] - before == layers
@@ -357,7 +357,7 @@ def main(
                     prefill_problem(layout, pages, chunks, columns, index_q[layer][decode_rows:])
                     for layer, pages in unsharded.pages.items()
                 )
-                # The prefill kernels sum products in the tensor cores' own accumulators.
+                # The prefill kernels sum products in the tensor cores' accumulators.
                 near_tie = 2 * TENSOR_CORE_ERROR if backend == "cake" else NEAR_TIE
                 counts = counts.plus(check([output for _, output in selected], problems, near_tie))
             scheduler.retire()
@@ -372,7 +372,7 @@ def main(
 
 
 def draw_requests(draw: random.Random, steps: int, chunk: int, context: int) -> list[tuple[int, Request]]:
-    """Requests of up to ``context`` tokens whose prompts fill half the steps, and when each arrives."""
+    """Draw requests of up to ``context`` tokens whose prompts fill half the steps, with their arrival steps."""
     requests: list[tuple[int, Request]] = []
     while sum(request.prompt for _, request in requests) < steps * chunk // 2:
         total = draw.randint(context // 4, context)
@@ -382,28 +382,28 @@ def draw_requests(draw: random.Random, steps: int, chunk: int, context: int) -> 
 
 
 def halves(carriers: torch.Tensor, rows: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step of so many prefill rows sends, and what it receives, each contiguous at the start of its half."""
+    """Return the send and receive buffers of a step with ``rows`` prefill rows, each contiguous in its half."""
     send, received = (half.view(-1)[: NUM_HEADS * rows * ROW_WORDS] for half in carriers)
     return send.view(NUM_HEADS, rows, ROW_WORDS), received.view(world_size, -1, rows, ROW_WORDS)
 
 
 def pad(slots: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    """Slots one after another and -1 behind them, int64 ``[rows]``."""
+    """Concatenate ``slots`` and pad them with -1, int64 ``[rows]``."""
     padding = torch.full((rows - sum(map(len, slots)),), -1)
     return torch.cat([*slots, padding])
 
 
 def report_times(timed: Sequence[Timed], seconds: Sequence[float], layers: int) -> None:
-    """Print rates, and medians of steps with and without prefill: of those that were replayed, where there are any."""
+    """Print rates, and median times of steps with and without prefill. Only replayed steps count, if there are any."""
     steps = [(step, second) for step, second in zip(timed, seconds, strict=True) if step.replayed]
     steps = steps or list(zip(timed, seconds, strict=True))
     total = sum(second for _, second in steps)
     for kind, chosen in (
-        ("decode alone", [second for step, second in steps if not step.prefill_tokens]),
+        ("decode only", [second for step, second in steps if not step.prefill_tokens]),
         ("with prefill", [second for step, second in steps if step.prefill_tokens]),
     ):
         if chosen:
-            report(f"time: {1e6 * statistics.median(chosen) / layers:.1f} us a layer, {kind} ({len(chosen)} steps)")
+            report(f"time: {1e6 * statistics.median(chosen) / layers:.1f} us per layer, {kind} ({len(chosen)} steps)")
     report(
         f"rate: {sum(step.decode_tokens for step, _ in steps) / total:.1f} decode tokens/s, "
         f"{sum(step.prefill_tokens for step, _ in steps) / total:.1f} prefill tokens/s"

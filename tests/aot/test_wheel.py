@@ -157,8 +157,8 @@ def test_check_tells_what_is_wrong(wheel: Path, check: Callable[[Path], list[str
         f"{path.stem.rpartition('-py3')[0]}.dist-info/WHEEL has tags ['py3-none-manylinux_2_28_{machine}'], "
         f"its name py3-none-linux_{machine}",
         f"must have fewer than {10 * 2**20} bytes, has {path.stat().st_size}",
-        f"{last} is in the manifest alone",
-        "stray.cubin is in the archive alone",
+        f"{last} is only in the manifest",
+        "stray.cubin is only in the archive",
         f"{first} is not the file that the manifest describes",
         "the launcher is of other sources",
         f"{manifest['cubins'][1]['file']} is of other sources",
@@ -172,7 +172,7 @@ def test_check_knows_what_an_architecture_has(
     cubins = manifest_of(wheel)["cubins"]
     built = list(dict.fromkeys(entry["architecture"] for entry in cubins))
     strays = sorted(entry["file"] for entry in cubins if entry["architecture"] == built[0])
-    assert script.check(wheel, built[1:]) == [f"{name} is of no architecture that the wheel is for" for name in strays]
+    assert script.check(wheel, built[1:]) == [f"{name} is of no architecture of the wheel" for name in strays]
     name = built[0]
     monkeypatch.setitem(script.ARCHITECTURES, name, replace(ARCHITECTURES[name], cuda=(*ARCHITECTURES[name].cuda, 99)))
     assert script.check(wheel, built) == [f"{name}/cuda99 is missing"]
@@ -197,7 +197,7 @@ def test_check_tells_what_keeps_a_launcher_from_loading(
     assert list(load_script("check_wheel").check_launcher((tmp_path / "library.so").read_bytes(), "x86_64")) == [
         "the launcher needs libm.so.6",
         "the launcher does not need libtvm_ffi.so",
-        "the launcher has a search path of its own: /opt/lib",
+        "the launcher has a library search path: /opt/lib",
         "the launcher needs GLIBC_2.34, must need none newer than GLIBC_2.28",
         "the launcher needs nowhere, which is neither glibc's nor of tvm-ffi's C interface",
     ]

@@ -892,7 +892,7 @@ def test_the_peer_of_a_scorer_gets_no_request_shorter_than_its_query(stub_clock:
         (("prefill", "--tokens", "300", "--context", "200"), "--tokens: must be at most --context, 200, was 300"),
         (("chain", "--batch", "32", "--warm"), "--warm: the keys of 32 x 131072 on a rank of P128-TP2 do not fit"),
         (("decode", "--json", "/proc/rows.json"), "'/proc/rows.json' cannot be written"),
-        (("prefill", "--tokens", "8193"), "--tokens: must be at most 8192, a window's, was 8193"),
+        (("prefill", "--tokens", "8193"), "--tokens: must be at most 8192, the tokens of a window, was 8193"),
         (("prefill", "--batch", "1"), "No such option"),
         (("host", "--plot", "x.png"), "No such option"),
         (("host", "--json", "missing/rows.json"), "the folder 'missing' does not exist"),

@@ -11,13 +11,13 @@ from typing import Any
 import comm_checks as checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup, RankError
 
 from flashinfer_msa.comm import allocate_comm, exchange_carriers, local_comm
 from flashinfer_msa.layout import LAYOUTS, WORLD_SIZES
 
-CPU = Place()
+CPU = Setup()
 both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -114,15 +114,15 @@ def test_bad_carriers_are_refused(group: ProcessGroup) -> None:
 def test_storage_is_not_copied(copied: Callable[[Any], Any]) -> None:
     """A copy would publish into the rows of the original, or in another process anywhere."""
     layout = LAYOUTS["p256_tp2"]
-    comm = local_comm([CPU.plan(rank, layout) for rank in range(2)])[0]
+    comm = local_comm([CPU.indexer(rank, layout) for rank in range(2)])[0]
     with pytest.raises(TypeError, match=r"^receive storage cannot be copied or pickled"):
         copied(comm)
 
 
 def test_without_a_group() -> None:
-    plan = CPU.plan(0, LAYOUTS["p128_tp2"])
+    indexer = CPU.indexer(0, LAYOUTS["p128_tp2"])
     carrier = torch.zeros(4, 1, 33, dtype=torch.int32)
-    for call in (lambda: allocate_comm(plan), lambda: exchange_carriers(carrier, carrier.clone().view(2, 2, 1, 33))):
+    for call in (lambda: allocate_comm(indexer), lambda: exchange_carriers(carrier, carrier.clone().view(2, 2, 1, 33))):
         with pytest.raises(ValueError, match=r"^group must be an initialized process group, was none: .*init_process"):
             call()
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import fault_checks
 import group_checks
 import pytest
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup
 
-PLACE = Place()
+SETUP = Setup()
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,17 @@ def require_all_equal(found: list[group_checks.Results], cases: int) -> None:
 
 
 def test_decode(processes: ProcessGroup) -> None:
-    found = processes.run(group_checks.decode_matrix, "p256_tp2", range(3, 4), PLACE, timeout=200)
+    found = processes.run(group_checks.decode_matrix, "p256_tp2", range(3, 4), SETUP, timeout=200)
     require_all_equal(found, len(group_checks.DECODE_CASES) // len(group_checks.QUERY_LENS))
 
 
 def test_steps(processes: ProcessGroup) -> None:
-    found = processes.run(group_checks.decode_steps, "p128_tp2", True, True, PLACE, timeout=200)
+    found = processes.run(group_checks.decode_steps, "p128_tp2", True, True, SETUP, timeout=200)
     require_all_equal(found, len(group_checks.ways_on("cpu")))
 
 
 def test_prefill(processes: ProcessGroup) -> None:
-    found = processes.run(group_checks.prefill_matrix, "p128_tp2", ["short"], 64, PLACE, timeout=200)
+    found = processes.run(group_checks.prefill_matrix, "p128_tp2", ["short"], 64, SETUP, timeout=200)
     require_all_equal(found, 2 * len(group_checks.ways_on("cpu")))
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_is_gone(tagged: bool, wait: str, tmp_path: Path) -> None:
     """On the CPU the call itself raises, and there is no fault record."""
     results = tmp_path / "results.json"
     with ProcessGroup(2) as processes:
-        processes.run(fault_checks.start, tagged, {"wait_seconds": 0.5}, PLACE)
+        processes.run(fault_checks.start, tagged, {"wait_seconds": 0.5}, SETUP)
         processes.run(fault_checks.lose_the_peer, tagged, wait, results, dies=(0, 1))
     found = json.loads(results.read_text())
     action = "publish" if wait == "merge" else "merge and release"
@@ -60,5 +60,5 @@ def test_a_rank_that_is_gone(tagged: bool, wait: str, tmp_path: Path) -> None:
 
 
 def test_a_late_rank(processes: ProcessGroup) -> None:
-    processes.run(fault_checks.start, True, {}, PLACE)
+    processes.run(fault_checks.start, True, {}, SETUP)
     processes.run(fault_checks.come_late, True, 0.5)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU tests: their marker, layouts and prefill windows; ``FLASHINFER_MSA_TEST_SHAPES=small`` is for sanitizers."""
+"""The marker, layouts and prefill windows of the GPU tests.
+
+``FLASHINFER_MSA_TEST_SHAPES=small`` selects shapes that a sanitizer can run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from flashinfer_msa.layout import LAYOUTS, Layout
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs a GPU."""
+    """Mark every test in this folder as one that needs a GPU."""
     here = pathlib.Path(__file__).parent
     for item in items:
         if here in item.path.parents:
@@ -22,11 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=list(LAYOUTS.values()), ids=lambda layout: layout.name)
 def layout(request: pytest.FixtureRequest) -> Layout:
-    """Each layout in turn."""
+    """Return each layout in turn."""
     return request.param
 
 
 @pytest.fixture(params=WINDOWS)
 def window(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Each prefill window in turn."""
+    """Return each prefill window in turn."""
     return WINDOWS[request.param]

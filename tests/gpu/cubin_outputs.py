@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel writes for fixed inputs, as digests by case, and who compiled it: ``cubin_outputs.py [--compile]``.
+"""Prints digests of what every kernel writes for fixed inputs, and the compiler: ``cubin_outputs.py [--compile]``.
 
-A program of its own, since a process loads the kernels of a GPU once. With ``--compile`` no cubin is taken to be
-prebuilt; ``FLASHINFER_MSA_DRIVER`` chooses among those that are.
+This is a separate program because a process loads the kernels of a GPU only once. ``--compile`` ignores the prebuilt
+cubins. ``FLASHINFER_MSA_DRIVER`` selects one of the prebuilt sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTHS = [1, 127, 128, 129, 500, 1000, 4097, 20000]
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    """SHA-256 of the bytes of tensors."""
+    """Return the SHA-256 of the bytes of ``tensors``."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -33,7 +33,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def decode(layout: Layout, query_len: int) -> dict[str, str]:
-    """Score planes, receive rows and Top16 of both chains, in both row forms."""
+    """Return digests of the score planes, receive rows and Top16 of both chains, with both row kinds."""
     problem = DecodeProblem.random(
         layout, seq_lens=[length + query_len for length in LENGTHS], decode_query_len=query_len, device="cuda", seed=7
     )
@@ -43,24 +43,24 @@ def decode(layout: Layout, query_len: int) -> dict[str, str]:
         for fused in (False, True):
             group = Group.make(layout, tokens=tokens, max_model_len=32768)
             planes, outputs = group.scores(tokens), group.outputs(tokens)
-            form = {"slot": 1, "tagged": tagged}
-            for rank, plan in enumerate(group.plans):
+            options = {"slot": 1, "tagged": tagged}
+            for rank, indexer in enumerate(group.indexers):
                 pool = None
                 if fused:
                     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
-                    pool = torch.zeros(size, dtype=torch.uint8, device=plan.device)
+                    pool = torch.zeros(size, dtype=torch.uint8, device=indexer.device)
                 scores = None if fused else planes[rank]
-                group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **form)
+                group.publish(rank, problem, problem.shard(rank), scores, pool=pool, **options)
             rows = [digest(comm.tagged_recv if tagged else comm.recv) for comm in group.comms]
             for rank, output in enumerate(outputs):
-                group.merge(rank, problem, output, **form)
+                group.merge(rank, problem, output, **options)
             name = f"decode {layout.name} {query_len} {'tagged' if tagged else 'legacy'}{' fused' if fused else ''}"
             found[name] = digest(*planes, *outputs) + "".join(rows)
     return found
 
 
 def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
-    """Score rows, carriers of both chains, and the merge."""
+    """Return digests of the carriers and the merged Top16 of both chains."""
     problem = PrefillProblem.random(
         layout, query_lens=[100, 0, 1, 300], kv_lens=[150, 900, 1, 9000], positions=[50, 0, 0, 8000], device="cuda"
     )
@@ -69,22 +69,22 @@ def prefill(layout: Layout, accumulation: str) -> dict[str, str]:
     found = {}
     for fused in (False, True):
         carriers = []
-        for plan in group.plans:
-            scratch = torch.full(plan.prefill_scratch_shape(), POISON, device="cuda")
-            pool = torch.zeros(plan.prefill_pool_shape(), dtype=torch.uint8, device="cuda") if fused else None
-            carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+        for indexer in group.indexers:
+            scratch = torch.full(indexer.prefill_scratch_shape(), POISON, device="cuda")
+            pool = torch.zeros(indexer.prefill_pool_shape(), dtype=torch.uint8, device="cuda") if fused else None
+            carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
             run_local_prefill(
-                plan, problem, problem.shard(plan.rank), None if fused else scratch, carrier, tokens, pool
+                indexer, problem, problem.shard(indexer.rank), None if fused else scratch, carrier, tokens, pool
             )
             carriers.append(carrier[:, :tokens].clone())
         output = group.outputs(tokens)[0]
-        group.plans[0].prefill_merge(exchange(carriers, group.plans[0]), problem.num_valid_pages, output)
+        group.indexers[0].prefill_merge(exchange(carriers, group.indexers[0]), problem.num_valid_pages, output)
         found[f"prefill {layout.name} {accumulation}{' fused' if fused else ''}"] = digest(*carriers, output)
     return found
 
 
 def main() -> None:
-    """Print a JSON object: the compiler's name, and the digests by case."""
+    """Print a JSON object with the compiler's name and the digest of each case."""
     if "--compile" in sys.argv:
         nothing = Manifest(DATA, {**load_manifest().data, "cubins": []})
         loader.load_manifest = lambda: nothing

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How exact the prefill scores of portable kernels are: run by test_portable_kernels.py, with those in place."""
+"""Checks how exact the prefill scores of portable kernels are.
+
+test_portable_kernels.py runs this file with those kernels installed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ NAMES = [
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_are_as_exact_as_their_products(layout: Layout, name: str, accumulation: str) -> None:
-    """Outliers among the elements: products of FP16 are off by no more than the rounding of FP32 sums.
+    """With outliers among the elements, sums of FP16 products are off by no more than the rounding of FP32 sums.
 
-    So are products of e4m3 where the compiler makes them of FP16, as on sm_90. Tensor cores that multiply e4m3 by
-    ``mma.sync`` themselves may sum as sm_90's do in its warpgroup products; that was not measured.
+    The same holds for e4m3 products that the compiler builds from FP16 products, as on sm_90. Tensor cores with e4m3
+    ``mma.sync`` may sum as sm_90's warpgroup products do. That was not measured, so they get the wider limit.
     """
     target = target_of(torch.cuda.get_device_capability())
     assert target is not None

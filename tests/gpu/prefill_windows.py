@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill windows, and what the GPU tests of prefill do with them."""
+"""Prefill windows, and helpers of the GPU tests of prefill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SEGMENTS = 9 if SMALL else 64
 
 
 def ragged(seed: int, segments: int = SEGMENTS) -> dict[str, Sequence[int]]:
-    """Segments of all orders of magnitude, many empty or of one token, with keys beyond and short of their tokens."""
+    """Draw segments of all orders of magnitude, many of them empty or one token long.
+
+    Some have more keys than their tokens need, and some have fewer.
+    """
     draw = random.Random(seed)
     limit = 7 if SMALL else 9
     lens = [draw.choice([0, 1, int(2 ** draw.uniform(0, limit))]) for _ in range(segments)]
@@ -52,14 +55,14 @@ if not SMALL:
 
 
 def make_problem(layout: Layout, window: dict[str, Any], **more: Any) -> PrefillProblem:
-    """A window's problem on the GPU, with gaps between the pages."""
+    """Return a window's problem on the GPU, with gaps between the pages."""
     return PrefillProblem.random(
         layout, **window, device="cuda", seed=len(window["query_lens"]), page_pitch_extra=48, **more
     )
 
 
 def make_plan(problem: PrefillProblem, backend: str = "cake", **bounds: int) -> MSAIcpScorePlan:
-    """Plan on the device, in storage of its own that is poisoned."""
+    """Plan on the device, in new poisoned storage."""
     bounds = {**problem.bounds, **bounds}
     storage = msa_ops.msa_icp_index_score_plan_storage(
         num_qo_heads=NUM_HEADS, total_q=bounds["total_q"], batch=len(problem.query_lens), device="cuda"
@@ -76,7 +79,7 @@ def make_plan(problem: PrefillProblem, backend: str = "cake", **bounds: int) -> 
 
 
 def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
-    """The same window cut into fewer ranges: the other multiprocessors have nothing to do."""
+    """Return the same window cut into fewer ranges, so that the other multiprocessors have no work."""
     work_range, work_info = torch.zeros_like(plan.packed_work_range), torch.empty_like(plan.packed_work_info)
     plan_work(
         plan.qo_segment_lens,
@@ -91,9 +94,9 @@ def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
 
 
 class Plane:
-    """A strided score plane in poisoned storage, so that every element that is written shows.
+    """A strided score plane in poisoned storage, which shows every element that is written.
 
-    Rows start at multiples of 16 bytes, as a facade's scratch has them, or nowhere near.
+    With ``aligned``, rows start at multiples of 16 bytes, as in a facade's scratch. Otherwise they do not.
     """
 
     def __init__(self, tokens: int, columns: int, *, aligned: bool = False) -> None:
@@ -104,14 +107,14 @@ class Plane:
         self.view = self.storage.as_strided((tokens, NUM_HEADS, columns), (between, pitch, 1), offset)
 
     def require_guard(self) -> None:
-        """Fail if anything was written outside the rows."""
+        """Assert that nothing was written outside the rows."""
         outside = torch.ones_like(self.storage, dtype=torch.bool)
         outside.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
         assert (self.storage[outside] == POISON).all(), "something was written outside the rows"
 
 
 class ChangingWindow:
-    """Held inputs of a window, whose segments change between replays of a graph, within bounds that do not."""
+    """Input buffers of a window whose segments change between replays of a graph, within fixed bounds."""
 
     TOKENS, LONGEST, _SEGMENTS = 300, 3000, 5
 
@@ -132,7 +135,7 @@ class ChangingWindow:
         self._draw = random.Random(seed)
 
     def change(self) -> PrefillProblem:
-        """Draw other segments into the held inputs."""
+        """Draw new segments into the input buffers."""
         draw, tokens = self._draw, self.TOKENS
         cuts = sorted(draw.randrange(tokens + 1) for _ in range(self._SEGMENTS - 1))
         ends = [*cuts, draw.randrange(cuts[-1], tokens + 1)]
@@ -152,7 +155,7 @@ class ChangingWindow:
 
 
 def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of a step that has run once."""
+    """Run a step once, then capture it in a graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -162,13 +165,15 @@ def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def without_padding(window: dict[str, Any]) -> dict[str, Any]:
-    """A window that has no tokens beyond its segments'."""
+    """Return the window without padding tokens after its segments."""
     return {key: value for key, value in window.items() if key != "padding"}
 
 
 def poisoned_pools(group: Group) -> list[torch.Tensor]:
-    """A pool for every rank, of a larger key in every place than any candidate has."""
-    return [torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for plan in group.plans]
+    """Return a pool per rank, filled with a key larger than any candidate's."""
+    return [
+        torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda") for indexer in group.indexers
+    ]
 
 
 def run_step(
@@ -178,17 +183,17 @@ def run_step(
     scratches: Sequence[torch.Tensor | None],
     pools: Sequence[torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A prefill step in windows of ``tokens``: the owners' outputs side by side, and every rank's carrier."""
+    """Run a prefill step in windows of ``tokens``; return the owners' outputs side by side and every rank's carrier."""
     total = len(problem.index_q)
     carriers = []
-    for plan, scratch, pool in zip(group.plans, scratches, pools or [None] * len(group.plans), strict=True):
-        keys = problem.shard(plan.rank)
-        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+    for indexer, scratch, pool in zip(group.indexers, scratches, pools or [None] * len(group.indexers), strict=True):
+        keys = problem.shard(indexer.rank)
+        carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
         carriers.append(carrier[:, :total])
-        run_local_prefill(plan, problem, keys, scratch, carrier, tokens, pool)
+        run_local_prefill(indexer, problem, keys, scratch, carrier, tokens, pool)
     outputs = []
-    for plan in group.plans:
-        output = torch.full((total, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
-        plan.prefill_merge(exchange(carriers, plan), problem.num_valid_pages, output)
+    for indexer in group.indexers:
+        output = torch.full((total, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+        indexer.prefill_merge(exchange(carriers, indexer), problem.num_valid_pages, output)
         outputs.append(output)
     return torch.cat(outputs, dim=1), carriers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor-parallel group simulated on one GPU, and what the GPU tests share beside it."""
+"""A tensor-parallel group simulated on one GPU, and other helpers that the GPU tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashinfer_msa.layout import NUM_HEADS, TOP_K, Layout
 from flashinfer_msa.testing.problems import DecodeProblem, group_indexers
 
 SMALL = os.environ.get("FLASHINFER_MSA_TEST_SHAPES") == "small"
-"""Shapes that a sanitizer can run."""
+"""Whether to use only shapes that a sanitizer can run."""
 POISON = -12345.5
 """A score that no kernel writes."""
 
@@ -27,7 +27,7 @@ class Group:
     """All ranks of a tensor-parallel group, simulated on one device."""
 
     layout: Layout
-    plans: list[MSAIcpIndexerPlan]
+    indexers: list[MSAIcpIndexerPlan]
     comms: list[MSAIcpComm]
 
     @classmethod
@@ -43,8 +43,11 @@ class Group:
         devices: Sequence[torch.device] | None = None,
         **limits: Any,
     ) -> Group:
-        """Plans and storage of every rank, on one device unless there are more; ``tokens`` is the capacity."""
-        plans = group_indexers(
+        """Create every rank's indexer and receive storage, on one device unless ``devices`` names more.
+
+        ``tokens`` is the capacity of the receive rows.
+        """
+        indexers = group_indexers(
             layout,
             devices or ["cuda"],
             init_blocks=init_blocks,
@@ -57,41 +60,41 @@ class Group:
             backend=backend,
             **{"max_num_batched_tokens": 8192, **limits},
         )
-        return cls(layout, plans, local_comm(plans))
+        return cls(layout, indexers, local_comm(indexers))
 
     def scores(self, tokens: int) -> list[torch.Tensor]:
-        """Poisoned score planes, one a rank."""
-        columns = self.plans[0].decode_score_columns
-        return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.plans]
+        """Return poisoned score planes, one per rank."""
+        columns = self.indexers[0].decode_score_columns
+        return [torch.full((tokens, NUM_HEADS, columns), POISON, device="cuda") for _ in self.indexers]
 
     def outputs(self, tokens: int) -> list[torch.Tensor]:
-        """Poisoned outputs, one a rank."""
+        """Return poisoned outputs, one per rank."""
         return [
-            torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
-            for plan in self.plans
+            torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda")
+            for indexer in self.indexers
         ]
 
     def inputs(self, problem: DecodeProblem) -> list[list[torch.Tensor]]:
-        """What each rank decodes, on its device: query, keys, block table, lengths and valid blocks."""
+        """Return each rank's query, keys, block table, lengths and valid blocks, on its device."""
         return [
             [
-                tensor.to(plan.device)
+                tensor.to(indexer.device)
                 for tensor in (
                     problem.index_q,
-                    problem.shard(plan.rank),
+                    problem.shard(indexer.rank),
                     problem.block_table,
                     problem.seq_lens,
                     problem.num_valid_pages,
                 )
             ]
-            for plan in self.plans
+            for indexer in self.indexers
         ]
 
     def publish(
-        self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **form: Any
+        self, rank: int, problem: DecodeProblem, shard: torch.Tensor, scores: torch.Tensor | None, **options: Any
     ) -> None:
-        """One rank's publish; ``form`` is the slot set, the form of the rows, and with no ``scores`` the pool."""
-        self.plans[rank].decode_publish(
+        """Run one rank's publish. ``options`` has the slot set and the row kind, and the pool if ``scores`` is None."""
+        self.indexers[rank].decode_publish(
             problem.index_q,
             shard,
             problem.block_table,
@@ -100,12 +103,12 @@ class Group:
             scores,
             comm=self.comms[rank],
             decode_query_len=problem.decode_query_len,
-            **form,
+            **options,
         )
 
-    def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **form: Any) -> None:
-        """One rank's merge; ``form`` is the slot set and the form of the rows."""
-        self.plans[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **form)
+    def merge(self, rank: int, problem: DecodeProblem, output: torch.Tensor, **options: Any) -> None:
+        """Run one rank's merge. ``options`` has the slot set and the row kind."""
+        self.indexers[rank].decode_merge(problem.num_valid_pages, output, comm=self.comms[rank], **options)
 
     def decode(
         self,
@@ -117,13 +120,13 @@ class Group:
         tagged: bool,
         enable_pdl: bool = True,
     ) -> torch.Tensor:
-        """Every rank's publish, then every rank's merge; the owners' outputs side by side, ``[T, 4, 16]``."""
-        form: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
+        """Run every publish, then every merge; return the owners' outputs side by side, ``[T, 4, 16]``."""
+        options: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
         for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
-            self.publish(rank, problem, shard, plane, **form)
+            self.publish(rank, problem, shard, plane, **options)
         outputs = self.outputs(len(problem.index_q))
         for rank, output in enumerate(outputs):
-            self.merge(rank, problem, output, **form)
+            self.merge(rank, problem, output, **options)
         return torch.cat(outputs, dim=1)
 
 
@@ -135,7 +138,7 @@ def _late_copy() -> Any:
     @triton.jit
     def late_copy(to, source, count, BLOCK: tl.constexpr):
         lanes = tl.arange(0, BLOCK)
-        # Adding what it returns, which is 0, keeps the copy behind it.
+        # It returns 0. Adding the result makes the copy wait for it.
         zero = tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; nanosleep.u32 100000; and.b32 $0, $1, 0;",
             "=r,r",
@@ -152,13 +155,13 @@ def _late_copy() -> Any:
 
 
 def write_late(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy dense bytes by a kernel that lets a programmatic dependent start at once, and writes long after that."""
+    """Copy dense bytes with a kernel that lets its programmatic dependent start at once and writes much later."""
     count = to.numel() * to.element_size()
     _late_copy()[(-(-count // 128),)](to.view(torch.uint8), source.view(torch.uint8), count, BLOCK=128, num_warps=4)
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Bitwise equality, with the first difference in the message."""
+    """Assert bitwise equality. The message shows the first difference."""
     bits = {torch.float32: torch.int32}.get(actual.dtype, actual.dtype)
     differs = actual.view(bits) != expected.view(bits)
     if differs.any():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer graphs on one GPU: captured and replayed layers of rank 0 do, to the bit, what its eager calls do.
+"""Layer graphs on one GPU: rank 0's captured and replayed layers equal its eager calls bit for bit.
 
-The other ranks of the group publish and send ahead of rank 0, on the same stream, and merge after it.
+The other ranks of the group publish and send before rank 0, on the same stream, and merge after it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from flashinfer_msa.testing.problems import (
     share_cache,
 )
 
-pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
+pytestmark = pytest.mark.skipif(SMALL, reason="sanitizers check the same kernels in eager launches")
 LAYERS, STEPS, QUERY_LEN = 3, 5, 2
 FORCED = {"init_blocks": 1, "local_blocks": 2}
 
 
 class Serving:
-    """A group on one GPU, and buffers of mixed steps of one size, which hold other lengths and queries each time.
+    """A group on one GPU, and buffers of steps of one size, which hold new lengths and queries in each step.
 
-    ``form`` is that of the decode rows, or which part a step has alone.
+    ``kind`` is the row kind of a mixed step, or "decode" or "prefill" for a step with only that part.
     """
 
-    def __init__(self, layout: Layout, form: str, backend: str = "cake") -> None:
-        self.has_decode, self.has_prefill = form != "prefill", form != "decode"
-        self.tagged = form != "legacy"
+    def __init__(self, layout: Layout, kind: str, backend: str = "cake") -> None:
+        self.has_decode, self.has_prefill = kind != "prefill", kind != "decode"
+        self.tagged = kind != "legacy"
         self.window = ChangingWindow(layout, seed=0)
         self.decode, self.window.base = share_cache(
             DecodeProblem.random(layout, seq_lens=[2900, 700, 2500], decode_query_len=QUERY_LEN, device="cuda"),
@@ -55,7 +55,7 @@ class Serving:
         self.group = Group.make(
             layout, tokens=len(self.decode_valid) + 3, max_model_len=self.window.LONGEST, backend=backend
         )
-        self.plan = self.group.plans[0]
+        self.indexer = self.group.indexers[0]
         self.peers = range(1, layout.world_size)
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.pages = [random_e4m3(self.decode.pages.shape, self.generator) for _ in range(LAYERS)]
@@ -65,28 +65,30 @@ class Serving:
         self.planes = self.group.scores(len(self.decode_valid))
         self.decode_output, *self.peer_outputs = self.group.outputs(len(self.decode_valid))
         int32 = {"dtype": torch.int32, "device": "cuda"}
-        hpr, tokens = self.plan.heads_per_rank, self.window.TOKENS
-        self.carriers = [torch.full((NUM_HEADS, tokens, ROW_WORDS), -7, **int32) for _ in self.group.plans]
+        hpr, tokens = self.indexer.heads_per_rank, self.window.TOKENS
+        self.carriers = [torch.full((NUM_HEADS, tokens, ROW_WORDS), -7, **int32) for _ in self.group.indexers]
         self.received = torch.full((layout.world_size, hpr, tokens, ROW_WORDS), -7, **int32)
         self.prefill_output = torch.full((tokens, hpr, TOP_K), -7, **int32)
-        self.scratches = [torch.empty(plan.prefill_scratch_shape(), device="cuda") for plan in self.group.plans]
+        self.scratches = [
+            torch.empty(indexer.prefill_scratch_shape(), device="cuda") for indexer in self.group.indexers
+        ]
         self.uses = 0
 
     def advance(self) -> None:
-        """Longer sequences, other segments, and a plan of the window on every rank."""
+        """Lengthen the sequences, draw new segments, and plan the window on every rank."""
         self.lengths += 7
         self.current = replace(self.decode, seq_lens=self.lengths.clone())
         self.decode_valid.copy_(self.current.num_valid_pages)
         self.segments = self.window.change()
         self.plans = [
-            plan.prefill_window_plan(0, *self.window.inputs, **self.window.bounds) for plan in self.group.plans
+            indexer.prefill_window_plan(0, *self.window.inputs, **self.window.bounds) for indexer in self.group.indexers
         ]
 
     def begin(self, graphs: Any) -> MSAIcpGraphStep:
-        """Prepare rank 0's parts and begin a step of theirs."""
+        """Prepare rank 0's decode and prefill, and begin a step with them."""
         arguments: dict[str, Any] = {}
         if self.has_decode:
-            decode = self.plan.prepare_decode_step(
+            decode = self.indexer.prepare_decode_step(
                 self.decode.block_table,
                 self.lengths,
                 self.decode_valid,
@@ -99,7 +101,7 @@ class Serving:
             arguments |= {"decode": decode, "decode_tokens": decode.tokens}
         if self.has_prefill:
             window = (0, self.window.TOKENS, self.window.base.block_table, self.plans[0])
-            prefill = self.plan.prepare_prefill_step(
+            prefill = self.indexer.prepare_prefill_step(
                 [window],
                 self.scratches[0],
                 self.window.num_valid_pages,
@@ -111,11 +113,11 @@ class Serving:
         return graphs.begin_step(**arguments)
 
     def exchange(self) -> None:
-        """What the all-to-all brings to rank 0."""
-        self.received.copy_(exchange(self.carriers, self.plan))
+        """Copy what the all-to-all brings to rank 0."""
+        self.received.copy_(exchange(self.carriers, self.indexer))
 
     def local(self, rank: int, layer: int, query: torch.Tensor) -> None:
-        self.group.plans[rank].prefill_local(
+        self.group.indexers[rank].prefill_local(
             query[self.decode_tokens :],
             self.keys[rank][layer],
             self.window.base.block_table,
@@ -126,10 +128,10 @@ class Serving:
         )
 
     def eager(self, layer: int, query: torch.Tensor, slot: int) -> None:
-        """Rank 0's layer by the facade's own calls."""
+        """Run rank 0's layer with the facade's own calls."""
         if self.has_decode:
             problem = replace(self.current, index_q=query[: self.decode_tokens])
-            self.plan.decode(
+            self.indexer.decode(
                 problem.index_q,
                 self.keys[0][layer],
                 self.decode.block_table,
@@ -145,25 +147,25 @@ class Serving:
         if self.has_prefill:
             self.local(0, layer, query)
             self.exchange()
-            self.plan.prefill_merge(self.received, self.window.num_valid_pages, self.prefill_output)
+            self.indexer.prefill_merge(self.received, self.window.num_valid_pages, self.prefill_output)
 
     def layer(self, layer: int, query: torch.Tensor, run: Callable[[int], None]) -> list[torch.Tensor]:
-        """One layer of every rank, rank 0's by ``run``, given its slot; returns rank 0's outputs."""
+        """Run one layer on every rank, on rank 0 by ``run(slot)``; return rank 0's outputs."""
         slot = self.uses % 3
         self.uses += 1
         for tensor in (self.decode_output, self.prefill_output, self.received, *self.carriers):
             tensor.fill_(-7)
         problem = replace(self.current, index_q=query[: self.decode_tokens]) if self.has_decode else self.current
-        form = {"slot": slot, "tagged": self.tagged}
+        options = {"slot": slot, "tagged": self.tagged}
         for rank in self.peers:
             if self.has_decode:
-                self.group.publish(rank, problem, self.keys[rank][layer], self.planes[rank], **form)
+                self.group.publish(rank, problem, self.keys[rank][layer], self.planes[rank], **options)
             if self.has_prefill:
                 self.local(rank, layer, query)
         run(slot)
         if self.has_decode:
             for rank, output in zip(self.peers, self.peer_outputs, strict=True):
-                self.group.merge(rank, problem, output, **form)
+                self.group.merge(rank, problem, output, **options)
         return [self.decode_output.clone(), self.prefill_output.clone()]
 
     def query(self) -> torch.Tensor:
@@ -172,7 +174,7 @@ class Serving:
 
     def check(self, layer: int, query: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """Compare rank 0's outputs with the brute force over unsharded keys."""
-        heads = slice(0, self.plan.heads_per_rank)
+        heads = slice(0, self.indexer.heads_per_rank)
         rows = slice(0, self.decode_tokens), slice(self.decode_tokens, None)
         found: list[tuple[Any, Any, float]] = []
         if self.has_decode:
@@ -189,7 +191,7 @@ class Serving:
 
 
 def run_steps(serving: Serving, graphs: Any, steps: int, *, in_place: bool = False) -> None:
-    """Steps whose layers run in graphs, and each of them once more eagerly."""
+    """Run each layer of the steps in a graph and once more eagerly, and compare both."""
     for _ in range(steps):
         serving.advance()
         step = serving.begin(graphs)
@@ -212,16 +214,16 @@ def _run_layer(step: MSAIcpGraphStep, layer: int, query: torch.Tensor, keys: tor
 
 
 def counts(graphs: Any) -> tuple[int, int, int, int]:
-    """Eager, captured and replayed layers, and evicted keys."""
+    """Return the numbers of eager, captured and replayed layers and of evicted keys."""
     names = ("eager_layers", "captured_layers", "replayed_layers", "evicted_keys")
     return tuple(graphs.stats[name] for name in names)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("form", ["legacy", "tagged", "decode", "prefill"])
-def test_graphs_equal_eager_calls(layout: Layout, form: str) -> None:
-    """Queries, lengths and segments differ from replay to replay."""
-    serving = Serving(layout, form)
-    graphs = serving.plan.layer_graphs()
+@pytest.mark.parametrize("kind", ["legacy", "tagged", "decode", "prefill"])
+def test_graphs_equal_eager_calls(layout: Layout, kind: str) -> None:
+    """Queries, lengths and segments change from replay to replay."""
+    serving = Serving(layout, kind)
+    graphs = serving.indexer.layer_graphs()
     run_steps(serving, graphs, STEPS)
     assert counts(graphs) == (LAYERS, LAYERS, (STEPS - 2) * LAYERS, 0)
 
@@ -229,7 +231,7 @@ def test_graphs_equal_eager_calls(layout: Layout, form: str) -> None:
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default-stream", "side-stream"])
 def test_queries_written_in_place_and_any_stream(side_stream: bool) -> None:
     serving = Serving(LAYOUTS["p128_tp4"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream() if side_stream else None
     with torch.cuda.stream(stream):
@@ -238,10 +240,10 @@ def test_queries_written_in_place_and_any_stream(side_stream: bool) -> None:
     assert counts(graphs) == (0, LAYERS, 2 * LAYERS, 0)
 
 
-def test_keys_that_take_turns_share_the_places() -> None:
-    """Graphs that made room, and ``clear``, give their memory back while others go on."""
+def test_keys_that_evict_one_another_free_their_graphs() -> None:
+    """Eviction and ``clear`` free graphs while other graphs keep working."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
     first = serving.prefill_output
     second = torch.empty_like(first)
     for number, output in enumerate((first, first, second, second, first, first)):
@@ -256,7 +258,7 @@ def test_keys_that_take_turns_share_the_places() -> None:
 
 def test_replays_allocate_nothing() -> None:
     serving = Serving(LAYOUTS["p256_tp2"], "prefill")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 2)
     serving.advance()
     step, query = serving.begin(graphs), serving.query()
@@ -269,9 +271,9 @@ def test_replays_allocate_nothing() -> None:
 
 
 def test_a_caller_that_captures_gets_the_launches() -> None:
-    """Layers become part of the caller's graph, whether they have graphs of their own or not."""
+    """Layers become part of the caller's graph, whether or not they have graphs of their own."""
     serving = Serving(LAYOUTS["p128_tp2"], "prefill")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 2)
     serving.advance()
     step, query = serving.begin(graphs), serving.query()
@@ -287,9 +289,9 @@ def test_a_caller_that_captures_gets_the_launches() -> None:
 
 @pytest.mark.parametrize("failure", ["exception", "synchronization"])
 def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
-    """An exchange that raises, or that does what a capture forbids: its exception comes through, and steps go on."""
+    """An exchange raises or does what a capture forbids: its exception reaches the caller, and later steps work."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     right = serving.exchange
 
     def wrong() -> None:
@@ -307,16 +309,16 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(failure: str) -> None:
     torch.cuda.synchronize()
     assert counts(graphs) == (0, 0, 0, 0)
     serving.exchange = right  # type: ignore[method-assign]
-    # The layer that failed has published nothing, so its slot set is the next one.
+    # The failed layer has published nothing, so its slot set is still the next one.
     run_steps(serving, graphs, 3)
     assert counts(graphs) == (0, LAYERS, 2 * LAYERS, 0)
-    # A capture that failed has not left torch's generator waiting for its end.
+    # The failed capture has not left torch's generator in capture mode.
     torch.rand(1, device="cuda")
 
 
 def test_the_torch_backend_runs_eagerly() -> None:
-    """It synchronizes, which a capture forbids."""
+    """The torch backend synchronizes, which a capture forbids."""
     serving = Serving(LAYOUTS["p128_tp2"], "tagged", backend="torch")
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     run_steps(serving, graphs, 1)
     assert counts(graphs) == (LAYERS, 0, 0, 0)

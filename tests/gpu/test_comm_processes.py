@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage with one rank a process: the checks of the CPU's tests on a GPU for each rank, over nccl."""
+"""Receive storage with one process per rank: the checks of the CPU tests, with a GPU per rank and NCCL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import comm_checks as checks
 import group_checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup
 from simulated_group import SMALL
 
@@ -17,16 +17,16 @@ from flashinfer_msa.layout import WORLD_SIZES
 
 pytestmark = pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-both_forms = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
-PLACES = [Place("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
-every_place = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.backend}-{place.memory}")
-AUTO = Place("cuda", "cake")
-ON_ONE_GPU = Place("cuda", "cake", "ipc")
+both_row_kinds = pytest.mark.parametrize("tagged", (False, True), ids=("legacy", "tagged"))
+SETUPS = [Setup("cuda", backend, memory) for backend in ("cake", "torch") for memory in ("symmetric", "ipc")]
+every_setup = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.backend}-{setup.memory}")
+AUTO = Setup("cuda", "cake")
+ON_ONE_GPU = Setup("cuda", "cake", "ipc")
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
-    """A group of each size that there are GPUs for."""
+    """Return a group of each size that there are GPUs for."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} CUDA devices")
     with ProcessGroup(request.param, backend="nccl") as made:
@@ -34,11 +34,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
 
 
 @needs_gpus
-@every_place
-@both_forms
+@every_setup
+@both_row_kinds
 @pytest.mark.parametrize("page_size", (128, 256))
-def test_decode_between_gpus(group: ProcessGroup, page_size: int, tagged: bool, place: Place) -> None:
-    group.run(checks.decode, f"p{page_size}_tp{group.world_size}", tagged, place)
+def test_decode_between_gpus(group: ProcessGroup, page_size: int, tagged: bool, setup: Setup) -> None:
+    group.run(checks.decode, f"p{page_size}_tp{group.world_size}", tagged, setup)
 
 
 @needs_gpus
@@ -70,15 +70,15 @@ def test_ranks_agree_close_and_share_processes(group: ProcessGroup, check: objec
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def one_gpu(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
-    """A group of each size whose processes have the same current device."""
+    """Return a group of each size whose processes share one GPU."""
     with ProcessGroup(request.param, devices=1) as made:
         yield made
 
 
-@both_forms
+@both_row_kinds
 @pytest.mark.parametrize("page_size", (128, 256))
 def test_ranks_on_one_gpu(one_gpu: ProcessGroup, page_size: int, tagged: bool) -> None:
-    """Processes that take turns on a GPU: a merge spins while the peers' publishers wait for their turn."""
+    """The processes are time-sliced: a merge spins while the peers' publishers wait for the GPU."""
     one_gpu.run(checks.decode, f"p{page_size}_tp{one_gpu.world_size}", tagged, ON_ONE_GPU)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models on a GPU, with and without CUDA graph trees: bit by bit what eager code selects and writes."""
+"""Compiled models on a GPU, with and without CUDA graph trees, equal eager code bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.layout import LAYOUTS, NUM_HEADS, ROW_WORDS, TOP_K, Layout
 from flashinfer_msa.testing.problems import DecodeProblem, PrefillProblem, brute_force_top16, compare, exchange
 
-pytestmark = pytest.mark.skipif(SMALL, reason="a sanitizer sees the same kernels launched by eager code")
+pytestmark = pytest.mark.skipif(SMALL, reason="sanitizers check the same kernels in eager launches")
 QUERY_LEN = 2
 LENGTHS = [40000, 90, 1500, 8000, 0, 129]
 COUNTERS = ("publish_generations", "expected_generations", "errors")
@@ -32,7 +32,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets an element for every replay of a CUDA graph."""
+    """Return a list that gets an element for every replay of a CUDA graph."""
     seen: list[int] = []
     replay = torch.cuda.CUDAGraph.replay
 
@@ -45,22 +45,25 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def require_graphs(mode: str | None, replays: list[int], at_least: int) -> None:
-    """Check that a mode ran as graphs, and only that one."""
+    """Assert that CUDA graphs were replayed with a ``mode``, and only then."""
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert len(replays) >= at_least if mode else not replays
 
 
 class Decoder(torch.nn.Module):
-    """Layers that derive their query from a hidden state and decode as every rank; all ranks publish, then merge."""
+    """Layers that derive their query from a hidden state and decode on every rank.
+
+    All ranks publish before any merges.
+    """
 
     def __init__(self, group: Group, problem: DecodeProblem, layers: int, tagged: bool) -> None:
         super().__init__()
         self.group, self.layers, self.tagged = group, layers, tagged
         self.shards = [problem.shard(rank) for rank in range(group.layout.world_size)]
         self.scores = group.scores(len(problem.index_q))
-        custom_ops.mark_static(*group.plans, *group.comms, *self.shards, *self.scores)
-        for plan, comm in zip(group.plans, group.comms, strict=True):
-            plan.check_comm(comm)
+        custom_ops.mark_static(*group.indexers, *group.comms, *self.shards, *self.scores)
+        for indexer, comm in zip(group.indexers, group.comms, strict=True):
+            indexer.check_comm(comm)
 
     def forward(
         self,
@@ -70,13 +73,13 @@ class Decoder(torch.nn.Module):
         num_valid_pages: torch.Tensor,
         first_slot: int,
     ) -> list[torch.Tensor]:
-        """The ranks' outputs side by side, int32 ``[T, 4, 16]``, of each layer."""
+        """Return each layer's outputs, the ranks' side by side: int32 ``[T, 4, 16]``."""
         selected = []
         for layer in range(self.layers):
             index_q = (hidden if layer % 2 == 0 else -hidden).to(torch.float8_e4m3fn)
-            form: dict[str, Any] = {"slot": (first_slot + layer) % 3, "tagged": self.tagged}
-            for rank, plan in enumerate(self.group.plans):
-                plan.decode_publish(
+            options: dict[str, Any] = {"slot": (first_slot + layer) % 3, "tagged": self.tagged}
+            for rank, indexer in enumerate(self.group.indexers):
+                indexer.decode_publish(
                     index_q,
                     self.shards[rank],
                     block_table,
@@ -85,12 +88,14 @@ class Decoder(torch.nn.Module):
                     self.scores[rank],
                     comm=self.group.comms[rank],
                     decode_query_len=QUERY_LEN,
-                    **form,
+                    **options,
                 )
             outputs = []
-            for rank, plan in enumerate(self.group.plans):
-                output = torch.empty(len(hidden), plan.heads_per_rank, TOP_K, dtype=torch.int32, device=hidden.device)
-                plan.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **form)
+            for rank, indexer in enumerate(self.group.indexers):
+                output = torch.empty(
+                    len(hidden), indexer.heads_per_rank, TOP_K, dtype=torch.int32, device=hidden.device
+                )
+                indexer.decode_merge(num_valid_pages, output, comm=self.group.comms[rank], **options)
                 outputs.append(output)
             selected.append(torch.cat(outputs, dim=1))
         return selected
@@ -106,7 +111,7 @@ class Decoder(torch.nn.Module):
     ],
 )
 def test_decoder(name: str, mode: str | None, tagged: bool, layers: int, replays: list[int]) -> None:
-    """Many steps, of a batch that changes now and then. With 2 layers every step begins with another slot set."""
+    """Run many steps with some changes of the batch size. With 2 layers, each step starts at another slot set."""
     layout = LAYOUTS[name]
     problem = DecodeProblem.random(layout, seq_lens=LENGTHS, decode_query_len=QUERY_LEN, device="cuda", seed=layers)
     hidden = problem.index_q.to(torch.float16)
@@ -135,32 +140,32 @@ def test_decoder(name: str, mode: str | None, tagged: bool, layers: int, replays
                 assert torch.equal(getattr(one, counter), getattr(other, counter)), (step, counter)
     for rank, (a, b) in enumerate(zip(eager.scores, ours.scores, strict=True)):
         assert_equal(b, a, f"scores of rank {rank}")
-    # There is a graph for each batch and first slot set, whose first two runs may be no replays.
+    # Each batch size and first slot set has a graph. Its first two runs need not be replays.
     require_graphs(mode, replays, len(batches) - 2 * 2 * 3)
 
 
 def test_prefill_layer(layout: Layout, replays: list[int]) -> None:
-    """A planned window, its local part on every rank, the exchange and the merges in one graph."""
+    """One graph has the local part of a planned window on every rank, the exchange and the merges."""
     problem = PrefillProblem.random(
         layout, query_lens=(40, 0, 300), kv_lens=(500, 0, 1500), padding=5, device="cuda", seed=1
     )
     group = Group.make(layout, tokens=16, max_model_len=4096)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     segments, bounds, valid = problem.segments, problem.bounds, problem.num_valid_pages
-    scratch = torch.empty(group.plans[0].prefill_scratch_shape(), device="cuda")
-    windows = [plan.prefill_window_plan(0, *segments, **bounds) for plan in group.plans]
-    custom_ops.mark_static(*group.plans, *windows, *shards, scratch)
+    scratch = torch.empty(group.indexers[0].prefill_scratch_shape(), device="cuda")
+    windows = [indexer.prefill_window_plan(0, *segments, **bounds) for indexer in group.indexers]
+    custom_ops.mark_static(*group.indexers, *windows, *shards, scratch)
 
     def layer(index_q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         carriers = []
-        for plan, shard, window in zip(group.plans, shards, windows, strict=True):
+        for indexer, shard, window in zip(group.indexers, shards, windows, strict=True):
             carrier = torch.empty(NUM_HEADS, len(index_q), ROW_WORDS, dtype=torch.int32, device="cuda")
-            plan.prefill_local(index_q, shard, problem.block_table, window, scratch, valid, carrier)
+            indexer.prefill_local(index_q, shard, problem.block_table, window, scratch, valid, carrier)
             carriers.append(carrier)
         merged = []
-        for plan in group.plans:
-            output = torch.empty(len(index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
-            plan.prefill_merge(exchange(carriers, plan), valid, output)
+        for indexer in group.indexers:
+            output = torch.empty(len(index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+            indexer.prefill_merge(exchange(carriers, indexer), valid, output)
             merged.append(output)
         return torch.cat(merged, dim=1), *carriers
 
@@ -174,7 +179,7 @@ def test_prefill_layer(layout: Layout, replays: list[int]) -> None:
 
 
 def test_planner_and_fused_functions(layout: Layout) -> None:
-    """The device planner's plan is made and used in one graph."""
+    """One graph plans a window on the device and uses the plan."""
     problem = PrefillProblem.random(layout, query_lens=(40, 70), kv_lens=(500, 1500), device="cuda", seed=2)
     segments, bounds, tokens = problem.segments, problem.bounds, len(problem.index_q)
     sizes = {"total_q": tokens, "batch": 2, "device": torch.device("cuda")}
@@ -217,9 +222,9 @@ def test_planner_and_fused_functions(layout: Layout) -> None:
 
 
 def test_opcheck_on_the_device(layout: Layout) -> None:
-    """The operator that publishes tagged rows passes torch's checks with memory of the GPU."""
+    """The operator that publishes tagged rows passes torch's checks with GPU memory."""
     group = Group.make(layout, tokens=8, max_model_len=4096)
-    comm, plan = group.comms[0], group.plans[0]
+    comm, indexer = group.comms[0], group.indexers[0]
     arguments = (
         torch.randn(8, NUM_HEADS, 32, device="cuda"),
         torch.full((8,), 20, dtype=torch.int32, device="cuda"),
@@ -230,7 +235,7 @@ def test_opcheck_on_the_device(layout: Layout) -> None:
         "slot": 1,
         "rank": 0,
         "world_size": layout.world_size,
-        "heads_per_rank": plan.heads_per_rank,
+        "heads_per_rank": indexer.heads_per_rank,
         "capacity": 8,
         "force_begin_blocks": 1,
         "force_end_blocks": 2,

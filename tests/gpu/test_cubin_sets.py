@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cubins of one source, from whichever compiler and whenever made, have results that are equal to the bit."""
+"""Cubins of one source give bit-equal results, whichever compiler built them and when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("cubin_outputs.py")
 
 
 def outputs(*arguments: str, **changes: str | None) -> dict[str, str]:
-    """What the program prints with these environment variables; None removes one."""
+    """Run the program with changed environment variables, where None removes one; return what it prints."""
     environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
     done = subprocess.run([sys.executable, PROGRAM, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,12 +33,12 @@ def outputs(*arguments: str, **changes: str | None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
-    """Of the cubins that this driver gets."""
+    """Return the outputs of the cubins that are chosen for this driver."""
     return outputs()
 
 
 def test_every_prebuilt_set(expected: dict[str, str]) -> None:
-    """The sets for older drivers are loaded by this one too."""
+    """This driver also loads the sets for older drivers."""
     mine = kernels_of(torch.device("cuda", 0))
     sets = [
         cubins
@@ -55,13 +55,13 @@ def test_every_prebuilt_set(expected: dict[str, str]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer, which compiles")
 @pytest.mark.parametrize("compiler", ("nvcc", "NVRTC"))
 def test_compiled_on_this_machine(expected: dict[str, str], compiler: str, tmp_path: Path) -> None:
-    """By nvcc where there is one, and by the NVRTC of torch's packages where there is none."""
+    """nvcc compiles where it is installed, and else the NVRTC of torch's packages."""
     changes: dict[str, str | None] = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
     if compiler == "NVRTC":
         nvcc = shutil.which("nvcc")
         folders = os.environ["PATH"].split(os.pathsep)
-        kept = [folder for folder in folders if not nvcc or not Path(folder, "nvcc").exists()]
-        changes |= {"PATH": os.pathsep.join(kept), "CUDA_HOME": None, "CUDA_PATH": None}
+        others = [folder for folder in folders if not nvcc or not Path(folder, "nvcc").exists()]
+        changes |= {"PATH": os.pathsep.join(others), "CUDA_HOME": None, "CUDA_PATH": None}
     if not any(
         found.is_nvrtc == (compiler == "NVRTC") and found.driver <= driver_version() for found in toolkit.find()
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole decode chain against the unsharded brute force, and the scorer against the reference, on a GPU."""
+"""On a GPU, the whole decode chain equals the unsharded brute force, and the scorer equals the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST = 1500 if SMALL else 131072
 
 
 def ragged_lengths(batch: int, seed: int) -> list[int]:
-    """Lengths from 0 to LONGEST, spread over their orders of magnitude, and both ends in every larger batch."""
+    """Draw lengths of all orders of magnitude up to LONGEST. A batch of several has a 0 and one near LONGEST."""
     draw = random.Random(seed)
     lengths = [min(int(2 ** draw.uniform(0, 17.01)), LONGEST) for _ in range(batch)]
     if batch > 1:
@@ -40,7 +40,7 @@ def ragged_lengths(batch: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("query_len", QUERY_LENS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_output_equals_unsharded_top16(layout: Layout, batch: int, query_len: int, record_property) -> None:
-    """Both row forms and every combination of forced blocks, on one problem with a page pitch larger than the page."""
+    """Both row kinds and every combination of forced blocks, on one problem with a page pitch larger than the page."""
     seed = 1000 * batch + query_len
     problem = DecodeProblem.random(
         layout,
@@ -72,7 +72,7 @@ def test_output_equals_unsharded_top16(layout: Layout, batch: int, query_len: in
 @pytest.mark.parametrize("query_len", QUERY_LENS)
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "nan-448-negative-zero"])
 def test_scores_equal_reference(layout: Layout, query_len: int, special: bool) -> None:
-    """Written columns match the reference within FP32 accumulation, and no other column is touched."""
+    """Written columns match the reference up to the error of FP32 sums, and no other column is touched."""
     batch = 5
     problem = DecodeProblem.random(
         layout,
@@ -114,8 +114,8 @@ def test_scores_equal_reference(layout: Layout, query_len: int, special: bool) -
         assert (ours - reference)[finite].abs().max() <= 1e-5 * bound
 
 
-def test_scores_do_not_depend_on_company(layout: Layout) -> None:
-    """A request's scores are bit-equal alone, its pages spread over the grid, and in a batch, however the cut falls."""
+def test_scores_do_not_depend_on_the_batch(layout: Layout) -> None:
+    """A request has bit-equal scores in a batch and as the only request, where its pages are spread over the grid."""
     problem = DecodeProblem.random(
         layout,
         seq_lens=[3000 if SMALL else 40000, *[500 + 7 * i for i in range(4 if SMALL else 40)]],
@@ -142,7 +142,7 @@ def test_scores_do_not_depend_on_company(layout: Layout) -> None:
 
 
 def test_large_batch_and_lengths_beyond_the_buffers(layout: Layout) -> None:
-    """More requests than one plan holds; lengths past block table or score columns are clamped, negatives empty."""
+    """2,500 requests: lengths beyond the block table or the score columns are clamped, negative ones are empty."""
     batch = 40 if SMALL else 2500
     draw = random.Random(3)
     lengths = [draw.randrange(0, 700) for _ in range(batch)]
@@ -177,7 +177,7 @@ def test_large_batch_and_lengths_beyond_the_buffers(layout: Layout) -> None:
 
 @pytest.mark.parametrize("late", ["query", "newest page"])
 def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout, late: str) -> None:
-    """The chain starts while the kernel before it still runs, and that one writes the query or the newest page last."""
+    """The chain starts while the preceding kernel still runs, which writes the query or the newest page at its end."""
     context, query_len = 2000 if SMALL else 60000, 4
     problem = DecodeProblem.random(layout, seq_lens=[context], decode_query_len=query_len, device="cuda", seed=8)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
@@ -189,7 +189,7 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
     scores = group.scores(query_len)
     outputs = group.outputs(query_len)
     for trial in range(2 if SMALL else 10):
-        form = {"slot": trial % 3, "tagged": True}
+        options = {"slot": trial % 3, "tagged": True}
         for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
             page = shard[newest]
             fresh_page = page.clone()
@@ -199,16 +199,16 @@ def test_dependent_launch_waits_for_the_query_and_the_newest_page(layout: Layout
             else:
                 page.view(torch.uint8).fill_(0x7E)
                 write_late(page, fresh_page)
-            group.publish(rank, problem, shard, plane, **form)
+            group.publish(rank, problem, shard, plane, **options)
         for rank, output in enumerate(outputs):
-            group.merge(rank, problem, output, **form)
+            group.merge(rank, problem, output, **options)
         counts = compare(torch.cat(outputs, dim=1), expected)
         assert counts.wrong == 0, (trial, counts)
 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> None:
-    """A chain in one call, whose merge polls while the publisher runs, over queries that change from step to step."""
+    """In a chain of one call, the merge polls while the publisher runs. Queries change from step to step."""
     lengths, query_len = ([900, 300] if SMALL else [20000, 700, 3000]), 2
     problem = DecodeProblem.random(layout, seq_lens=lengths, decode_query_len=query_len, device="cuda", seed=21)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
@@ -222,13 +222,13 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
     scores = group.scores(tokens)
     outputs = group.outputs(tokens)
     for step in range(4 if SMALL else 40):
-        last = step % layout.world_size  # the rank that finds the others' rows there
-        form = {"slot": step % 3, "tagged": tagged}
+        last = step % layout.world_size  # this rank runs after the others' rows have arrived
+        options = {"slot": step % 3, "tagged": tagged}
         others = [rank for rank in range(layout.world_size) if rank != last]
         current = problems[step % len(problems)]
         for rank in others:
-            group.publish(rank, current, shards[rank], scores[rank], **form)
-        group.plans[last].decode(
+            group.publish(rank, current, shards[rank], scores[rank], **options)
+        group.indexers[last].decode(
             current.index_q,
             shards[last],
             current.block_table,
@@ -238,38 +238,38 @@ def test_a_merge_may_run_beside_the_publisher(layout: Layout, tagged: bool) -> N
             outputs[last],
             comm=group.comms[last],
             decode_query_len=query_len,
-            **form,
+            **options,
         )
         for rank in others:
-            group.merge(rank, current, outputs[rank], **form)
+            group.merge(rank, current, outputs[rank], **options)
         counts = compare(torch.cat(outputs, dim=1), expected[step % len(problems)])
         assert counts.wrong == 0, (step, counts)
 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, tagged: bool) -> None:
-    """A graph of many layers, all programmatic dependents of one another, uses every slot set again and again."""
+    """A graph of many layers, each a programmatic dependent of the one before, reuses every slot set many times."""
     lengths, query_len, layers = ([900, 300] if SMALL else [20000, 700, 3000]), 2, 9
     problem = DecodeProblem.random(layout, seq_lens=lengths, decode_query_len=query_len, device="cuda", seed=22)
     shards = [problem.shard(rank) for rank in range(layout.world_size)]
     generator = torch.Generator("cuda").manual_seed(3)
-    # Slot sets come round every third layer: with four queries in turn, each finds rows of another one there.
+    # A slot set is reused every third layer. With four queries in rotation, it then holds rows of another query.
     problems = [replace(problem, index_q=random_e4m3(problem.index_q.shape, generator)) for _ in range(4)]
     expected = [brute_force_top16(each, init_blocks=1, local_blocks=2) for each in problems]
     tokens = len(problem.index_q)
     group = Group.make(layout, tokens=tokens + 3, max_model_len=max(lengths))
-    for plan in group.plans:
-        plan.warmup()
+    for indexer in group.indexers:
+        indexer.warmup()
     scores = group.scores(tokens)
     outputs = [group.outputs(tokens) for _ in range(layers)]
 
     def run() -> None:
         for layer in range(layers):
-            form = {"slot": layer % 3, "tagged": tagged}
+            options = {"slot": layer % 3, "tagged": tagged}
             for rank, (shard, plane) in enumerate(zip(shards, scores, strict=True)):
-                group.publish(rank, problems[layer % 4], shard, plane, **form)
+                group.publish(rank, problems[layer % 4], shard, plane, **options)
             for rank, output in enumerate(outputs[layer]):
-                group.merge(rank, problem, output, **form)
+                group.merge(rank, problem, output, **options)
 
     run()
     torch.cuda.synchronize()
@@ -287,7 +287,7 @@ def test_layers_follow_one_another_with_no_other_kernel_between(layout: Layout, 
 
 
 def test_empty_calls_launch_nothing() -> None:
-    """No token or no request: a no-op, whatever the other sizes."""
+    """A call without a token or without a request does nothing, whatever the other sizes."""
     empty_q = torch.empty(0, NUM_HEADS, 128, dtype=torch.float8_e4m3fn, device="cuda")
     keys = torch.empty(4, 64, 128, dtype=torch.float8_e4m3fn, device="cuda")
     none = torch.empty(0, dtype=torch.int32, device="cuda")

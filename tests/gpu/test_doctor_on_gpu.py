@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor on a machine with GPUs: each is found, loads its kernels and decodes; a trapped context is a finding."""
+"""The doctor on a machine with GPUs.
+
+It finds each GPU, loads its kernels and decodes on it. A trapped context is a finding.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,18 @@ ROOT = Path(flashinfer_msa.__file__).resolve().parent.parent
 LOSE_RANK_1 = """
 import sys
 sys.path[:] = {path!r}
-from flashinfer_msa.cli import doctor, simulate
-from flashinfer_msa.indexer import MSAIcpIndexerPlan as Plan
-prepare, publish = simulate.prepare_msa_icp_indexer, Plan.decode_publish
-simulate.prepare_msa_icp_indexer = lambda **limits: prepare(**limits, spin_limit=100000)
-Plan.decode_publish = lambda self, *args, **form: self.rank == 1 or publish(self, *args, **form)
+from flashinfer_msa.cli import doctor
+from flashinfer_msa.indexer import MSAIcpIndexerPlan as Indexer
+from flashinfer_msa.testing import problems
+prepare, publish = problems.prepare_msa_icp_indexer, Indexer.decode_publish
+problems.prepare_msa_icp_indexer = lambda **limits: prepare(**limits, spin_limit=100000)
+Indexer.decode_publish = lambda self, *args, **options: self.rank == 1 or publish(self, *args, **options)
 doctor.run_task({results!r}, *{task!r})
 """
 
 
 def test_every_gpu_is_found_and_decodes() -> None:
-    """The command exits with 0 and names each GPU, what it loads, and the rows that were right; pairs run together."""
+    """The command exits with 0 and reports each GPU, its kernels and its correct rows. Pairs of GPUs run together."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "flashinfer_msa", "doctor", "--json"],
@@ -63,7 +67,7 @@ def test_every_gpu_is_found_and_decodes() -> None:
 
 @pytest.mark.traps
 def test_a_trapped_context_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that runs out ends the context of the process that tests, and says for which rank and row it waited."""
+    """A wait that runs out ends the context of the testing process. The finding names the awaited rank and row."""
     monkeypatch.setattr(doctor, "_PROGRAM", LOSE_RANK_1)
     with contextlib.ExitStack() as children:
         (finding,) = doctor._start(children, "self-test", "cuda:0")()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that lose a peer on GPUs of their own: each is told which rank and row it waited for, and in good time."""
+"""Ranks with a GPU each lose a peer: an error names the awaited rank and row, within the limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import fault_checks as checks
 import pytest
 import torch
-from comm_checks import Place
+from comm_checks import Setup
 from process_group import ProcessGroup
 from simulated_group import SMALL
 
@@ -21,11 +21,11 @@ pytestmark = [
     pytest.mark.skipif(SMALL, reason="several processes do not run under a sanitizer"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-PLACE = Place("cuda", "cake")
+SETUP = Setup("cuda", "cake")
 
 
 class Case(NamedTuple):
-    """A wait for a rank that is gone."""
+    """A wait for a killed rank."""
 
     tagged: bool
     wait: str
@@ -45,12 +45,12 @@ LATE = {"tagged": True, "legacy": False}
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[str, ProcessGroup]]:
-    """Two ranks for each case, which have decoded a few layers. Starting takes long, so they start side by side."""
+    """Return two ranks per case, which have decoded a few layers. Starting is slow, so the cases start in parallel."""
 
     def start(name: str) -> tuple[str, ProcessGroup]:
         tagged, _, limit = CASES[name] if name in CASES else Case(LATE[name], "", {})
         group = ProcessGroup(2, backend="nccl")
-        group.run(checks.start, tagged, limit, PLACE, timeout=120)
+        group.run(checks.start, tagged, limit, SETUP, timeout=120)
         return name, group
 
     with ThreadPoolExecutor() as pool:
@@ -69,7 +69,7 @@ def test_a_rank_that_is_seconds_late_is_waited_for(groups: dict[str, ProcessGrou
 def test_a_rank_that_is_gone_is_named(
     groups: dict[str, ProcessGroup], name: str, tmp_path: Path, record_property: Callable[[str, float], None]
 ) -> None:
-    """The wait gives up at its limit; the fault and the next call say which rank, slot set, row kind and row it was."""
+    """The wait ends at its limit. The fault and the next call name the rank, slot set, row kind and row."""
     tagged, wait, limit = CASES[name]
     results = tmp_path / "results.json"
     groups[name].run(checks.lose_the_peer, tagged, wait, results, timeout=140, dies=(0, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decode chain on a GPU: its receive rows are, to the bit, those of scorer and publisher in turn."""
+"""The fused decode chain on a GPU: its receive rows equal those of scorer and publisher bit for bit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LONG = 4000 if SMALL else 1 << 20
 
 
 def lengths(batch: int, longest: int, seed: int) -> list[int]:
-    """Lengths of all orders of magnitude, empty requests among them, the last one the longest."""
+    """Draw lengths of all orders of magnitude and some empty requests. The last request is the longest."""
     draw = random.Random(seed)
     return [*(draw.choice([0, int(longest ** draw.random())]) for _ in range(batch - 1)), longest]
 
 
 def poisoned_pool(tokens: int) -> torch.Tensor:
-    """A pool of a larger key in every place than any candidate has."""
+    """Return a pool filled with a key larger than any candidate's."""
     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
     return torch.full((size,), 255, dtype=torch.uint8, device="cuda")
 
@@ -50,9 +50,9 @@ if not SMALL:
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_len: int, tagged: bool) -> None:
-    """Any batch, with NaN, -0.0 and outliers among the elements, forced blocks, and padding rows."""
+    """Any batch, with forced blocks and padding rows, and with NaN, -0.0 and outliers among the elements."""
     if len(BATCHES[name]) > 1000 and query_len not in (1, 8):
-        pytest.skip("the shortest and the longest query will do")
+        pytest.skip("the large batch runs only with the shortest and the longest query")
     problem = DecodeProblem.random(
         layout,
         seq_lens=BATCHES[name],
@@ -68,15 +68,15 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
     first, last = (1, 2) if query_len % 2 else (16, 0)
     group = Group.make(layout, tokens=tokens + 1, max_model_len=1 << 20, init_blocks=first, local_blocks=last)
     rank = query_len % layout.world_size
-    plan, keys = group.plans[rank], problem.shard(rank)
-    scores = torch.full((tokens, NUM_HEADS, plan.decode_score_columns), POISON, device="cuda")
+    indexer, keys = group.indexers[rank], problem.shard(rank)
+    scores = torch.full((tokens, NUM_HEADS, indexer.decode_score_columns), POISON, device="cuda")
     received = []
     for pool in (None, poisoned_pool(tokens + 1)):
-        comms = local_comm(group.plans)
-        for slot in (1, 2):  # the second finds what the first has left in the pool
+        comms = local_comm(group.indexers)
+        for slot in (1, 2):  # the second run sees what the first has left in the pool
             for comm in comms:
                 comm.recv.zero_()
-            plan.decode_publish(
+            indexer.decode_publish(
                 problem.index_q,
                 keys,
                 problem.block_table,
@@ -95,15 +95,15 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
 
 
 def test_the_function_equals_the_facade(layout: Layout) -> None:
-    """`msa_icp_decode_score_publish` alone, in both row forms."""
+    """`msa_icp_decode_score_publish` writes what the facade writes, with both row kinds."""
     problem = DecodeProblem.random(layout, seq_lens=lengths(5, 2000, 3), decode_query_len=2, device="cuda")
     group = Group.make(layout, tokens=10, max_model_len=2048)
-    plan, keys = group.plans[1], problem.shard(1)
+    indexer, keys = group.indexers[1], problem.shard(1)
     pool = poisoned_pool(10)
     for tagged in (False, True):
-        comms = [local_comm(group.plans) for _ in range(2)]
+        comms = [local_comm(group.indexers) for _ in range(2)]
         ours = comms[0][1]
-        plan.decode_publish(
+        indexer.decode_publish(
             problem.index_q,
             keys,
             problem.block_table,
@@ -141,7 +141,7 @@ def test_the_function_equals_the_facade(layout: Layout) -> None:
 
 
 def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_property) -> None:
-    """Every rank's fused publish, then every merge, in a CUDA graph."""
+    """Every rank's fused publish runs, then every merge, in a CUDA graph."""
     problem = DecodeProblem.random(layout, seq_lens=lengths(7, 5000, 5), decode_query_len=3, device="cuda")
     tokens = len(problem.index_q)
     group = Group.make(layout, tokens=tokens, max_model_len=5120)
@@ -150,11 +150,11 @@ def test_the_fused_chain_equals_the_unsharded_top16(layout: Layout, record_prope
     outputs = group.outputs(tokens)
 
     def step(slot: int) -> None:
-        form: dict[str, Any] = {"slot": slot, "tagged": True}
+        options: dict[str, Any] = {"slot": slot, "tagged": True}
         for rank, (shard, pool) in enumerate(zip(shards, pools, strict=True)):
-            group.publish(rank, problem, shard, None, pool=pool, **form)
+            group.publish(rank, problem, shard, None, pool=pool, **options)
         for rank, output in enumerate(outputs):
-            group.merge(rank, problem, output, **form)
+            group.merge(rank, problem, output, **options)
 
     step(0)
     torch.cuda.synchronize()

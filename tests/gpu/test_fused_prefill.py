@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused prefill chain on a GPU: its carrier rows are, to the bit, those of scorer and selection in turn."""
+"""The fused prefill chain on a GPU: its carrier rows equal those of scorer and selection bit for bit."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from flashinfer_msa.testing.problems import FP32_WORST, TENSOR_CORE_ERROR, Prefi
 
 FORCED = [(1, 2)] if SMALL else [(0, 1), (1, 2), (8, 8)]
 GUARD = 1 << 16
-"""Bytes behind a pool."""
+"""Guard bytes after a pool."""
 
 
 class Pool:
-    """A pool that is as small as a plan allows, of a larger key in every place than any candidate has."""
+    """A pool of the smallest size that a plan allows, filled with a key larger than any candidate's."""
 
     def __init__(self, plan: MSAIcpScorePlan) -> None:
-        pieces = max_items(plan.total_q, plan.batch) + len(plan.packed_work_range) - 1
-        self.storage = torch.full(((pieces * 32 << 10) + GUARD,), 255, dtype=torch.uint8, device="cuda")
+        entries = max_items(plan.total_q, plan.batch) + len(plan.packed_work_range) - 1
+        self.storage = torch.full(((entries * 32 << 10) + GUARD,), 255, dtype=torch.uint8, device="cuda")
         self.view = self.storage[:-GUARD]
 
     def require_guard(self) -> None:
-        """Fail if anything was written behind the pool."""
-        assert (self.storage[-GUARD:] == 255).all(), "something was written behind the pool"
+        """Assert that nothing was written after the pool."""
+        assert (self.storage[-GUARD:] == 255).all(), "something was written after the pool"
 
 
 class Carrier:
-    """A token slice of a larger poisoned carrier with rows apart."""
+    """A token slice of a larger poisoned carrier, with gaps between the rows."""
 
     def __init__(self, tokens: int) -> None:
         self.storage = torch.full((NUM_HEADS, tokens + 3, ROW_WORDS + 7), -777, dtype=torch.int32, device="cuda")
@@ -70,7 +70,7 @@ def separate(
     backend: str = "cake",
     accumulation: str = "tensor",
 ) -> torch.Tensor:
-    """Storage of the carrier that scorer and selection write, with the columns of the plan's blocks as candidates."""
+    """Run scorer and selection over the plan's columns; return the storage of the carrier."""
     layout = problem.layout
     carrier = Carrier(plan.total_q)
     columns = -(-plan.columns // layout.index_scale)
@@ -112,7 +112,7 @@ def fused(
     forced: tuple[int, int] = (1, 2),
     **more: Any,
 ) -> torch.Tensor:
-    """Storage of the carrier that the fused chain writes."""
+    """Run the fused chain; return the storage of the carrier."""
     carrier = Carrier(plan.total_q)
     msa_ops.msa_icp_prefill_score_select(
         problem.index_q,
@@ -134,7 +134,7 @@ def fused(
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_carriers_equal_the_separate_chain(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
-    """Every rank and forced blocks, with NaN, -0.0 and outliers among the elements; the pool is never cleared."""
+    """Every rank and forced blocks, with NaN, -0.0 and outliers among the elements. The pool is never cleared."""
     problem = make_problem(layout, window, special=True, block_table_extra_columns=2)
     plan = make_plan(problem)
     fewer = problem.num_valid_pages.clone()
@@ -145,16 +145,16 @@ def test_carriers_equal_the_separate_chain(layout: Layout, window: dict[str, Any
         keys = problem.shard(rank)
         for forced in FORCED:
             for valid in (problem.num_valid_pages, fewer):
-                form: dict[str, Any] = {"valid": valid, "forced": forced, "accumulation": accumulation}
-                want = separate(problem, plan, keys, rank, **form)
+                options: dict[str, Any] = {"valid": valid, "forced": forced, "accumulation": accumulation}
+                want = separate(problem, plan, keys, rank, **options)
                 for run in ("first", "second"):
-                    got = fused(problem, plan, keys, rank, pool, **form)
+                    got = fused(problem, plan, keys, rank, pool, **options)
                     assert_equal(got, want, f"rank {rank}, forced {forced}, {run} run")
     pool.require_guard()
 
 
 def test_blocks_that_a_token_does_not_see_rank_last(layout: Layout, window: dict[str, Any]) -> None:
-    """Where more pages are valid than seen, in padding too: candidates that score -inf, where the plan has columns."""
+    """More pages are valid than a token sees, in padding too. The unseen ones are candidates with the score -inf."""
     problem = make_problem(layout, window)
     plan = make_plan(problem)
     tokens = torch.arange(plan.total_q, device="cuda", dtype=torch.int32)
@@ -164,9 +164,9 @@ def test_blocks_that_a_token_does_not_see_rank_last(layout: Layout, window: dict
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
         for forced in FORCED:
-            form: dict[str, Any] = {"valid": more, "forced": forced}
-            want = separate(problem, plan, keys, rank, **form)
-            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+            options: dict[str, Any] = {"valid": more, "forced": forced}
+            want = separate(problem, plan, keys, rank, **options)
+            assert_equal(fused(problem, plan, keys, rank, pool, **options), want, f"rank {rank}, forced {forced}")
     pool.require_guard()
 
 
@@ -196,7 +196,7 @@ def nan_keys(problem: PrefillProblem) -> None:
 def test_ties_and_scores_without_a_positive_one(
     layout: Layout, spoil: Callable[[PrefillProblem], None], accumulation: str
 ) -> None:
-    """Rows of fewer than 16 candidates, of a few more, and of many; scores that tie in all columns or in none."""
+    """Rows have fewer than 16 candidates, a few more, or many. Scores tie in all columns or in none."""
     lens = {"query_lens": [70, 3, 40], "kv_lens": [1500, 400, 9000 if SMALL else 70000]}
     problem = make_problem(layout, lens)
     spoil(problem)
@@ -205,18 +205,18 @@ def test_ties_and_scores_without_a_positive_one(
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
         for forced in [(0, 0), *FORCED]:
-            form: dict[str, Any] = {"forced": forced, "accumulation": accumulation}
-            want = separate(problem, plan, keys, rank, **form)
-            assert_equal(fused(problem, plan, keys, rank, pool, **form), want, f"rank {rank}, forced {forced}")
+            options: dict[str, Any] = {"forced": forced, "accumulation": accumulation}
+            want = separate(problem, plan, keys, rank, **options)
+            assert_equal(fused(problem, plan, keys, rank, pool, **options), want, f"rank {rank}, forced {forced}")
             if spoil in (zero_keys, nan_keys):  # every sum is exact
-                theirs = separate(problem, plan, keys, rank, backend="torch", **form)
+                theirs = separate(problem, plan, keys, rank, backend="torch", **options)
                 assert_equal(want, theirs, f"reference of rank {rank}, forced {forced}")
     pool.require_guard()
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_carriers_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
-    """Bit-equal whether one multiprocessor, seven or all of them work, with the pool that the others have left."""
+    """Carriers are bit-equal whether one, seven or all multiprocessors work. All runs share one pool."""
     problem = make_problem(layout, window)
     plan = make_plan(problem)
     pool, keys = Pool(plan), problem.shard(1)
@@ -232,7 +232,7 @@ def test_carriers_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, 
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property: Callable[[str, int], None]
 ) -> None:
-    """The facade's chain with a pool and exact sums, in one window: equal to the brute force but for near ties."""
+    """The facade's chain with a pool and exact sums, in one window, equals the brute force except for near ties."""
     problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(
@@ -244,7 +244,7 @@ def test_output_equals_unsharded_top16(
         accumulation="exact",
     )
     total = len(problem.index_q)
-    nothing = [None for _ in group.plans]
+    nothing = [None for _ in group.indexers]
     pools = poisoned_pools(group)
     output, _ = run_step(group, problem, total, nothing, pools)
     expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
@@ -255,15 +255,15 @@ def test_output_equals_unsharded_top16(
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: str) -> None:
-    """Several windows with one pool, and segments that go on from one to the next: equal to a step without a pool."""
+    """Several windows share one pool, and segments span windows: the output equals that of a step without a pool."""
     problem = make_problem(layout, without_padding(WINDOWS["ragged"]))
-    # Keys so long that a step may have 64 windows.
+    # A model so long that a step may have 64 windows.
     group = Group.make(layout, tokens=1, max_model_len=1 << 23, accumulation=accumulation)
     total = len(problem.index_q)
     pitch = -(-problem.block_table.shape[1] // 16) * 16
-    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
     want = run_step(group, problem, total, scratches)
-    nothing = [None for _ in group.plans]
+    nothing = [None for _ in group.indexers]
     pools = poisoned_pools(group)
     for tokens in (total, 128, 100):
         got = run_step(group, problem, tokens, nothing, pools)
@@ -273,22 +273,22 @@ def test_windows_of_a_step_make_the_same_output(layout: Layout, accumulation: st
 
 
 def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
-    """Plan and fused chain are captured once, and replayed for segments of other lengths within the bounds."""
+    """Plan and fused chain are captured once and replayed with new segment lengths within the bounds."""
     held = ChangingWindow(layout, seed=1)
     group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
-    plan, pool, carrier = group.plans[1], poisoned_pools(group)[1], Carrier(held.TOKENS)
-    query, keys, table = held.base.index_q, held.base.shard(plan.rank), held.base.block_table
+    indexer, pool, carrier = group.indexers[1], poisoned_pools(group)[1], Carrier(held.TOKENS)
+    query, keys, table = held.base.index_q, held.base.shard(indexer.rank), held.base.block_table
 
     def step() -> None:
-        window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
-        plan.prefill_local(query, keys, table, window, None, held.num_valid_pages, carrier.view, pool=pool)
+        window = indexer.prefill_window_plan(0, *held.inputs, **held.bounds)
+        indexer.prefill_local(query, keys, table, window, None, held.num_valid_pages, carrier.view, pool=pool)
 
     graph = capture(step)
     for _ in range(4):
         problem = held.change()
         carrier.storage.fill_(-777)
         graph.replay()
-        want = separate(problem, make_plan(problem, **held.bounds), keys, plan.rank)
+        want = separate(problem, make_plan(problem, **held.bounds), keys, indexer.rank)
         assert_equal(carrier.storage, want, "carrier")
 
 
@@ -315,7 +315,7 @@ def test_pdl_waits_for_all_that_is_read(layout: Layout, late: str) -> None:
 
 
 def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> None:
-    """A window that was planned again for longer keys: candidates still end where the first plan's columns do."""
+    """A window was planned again for longer keys: candidates still end at the first plan's columns."""
     layout = LAYOUTS["p256_tp2"]
     problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
@@ -328,11 +328,11 @@ def test_a_plan_with_fewer_columns_than_its_items_has_no_more_candidates() -> No
 
 
 def test_only_near_ties_differ_from_the_brute_force(layout: Layout) -> None:
-    """With either accumulation, blocks that take another's place score as close to it as its error allows."""
+    """With either accumulation, the output differs from the brute force only within the accumulation's error."""
     problem = make_problem(layout, WINDOWS["more and fewer keys"])
     expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
     for accumulation, error in (("tensor", TENSOR_CORE_ERROR), ("exact", FP32_WORST)):
         group = Group.make(layout, tokens=1, max_model_len=5000, accumulation=accumulation)
         pools = poisoned_pools(group)
-        output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.plans], pools)
+        output, _ = run_step(group, problem, len(problem.index_q), [None for _ in group.indexers], pools)
         assert compare(output, expected, near_tie=2 * error).wrong == 0, accumulation

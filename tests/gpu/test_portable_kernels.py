@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of other architectures, built for the GPU at hand, pass the tests of its own in a process of their own."""
+"""Kernels of other architectures, built for this GPU, pass its tests in a separate process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the data folder of each architecture lies."""
+    """Return the folder for each architecture's data folder."""
     return tmp_path_factory.mktemp("portable")
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", ["sm_89", "sm_100a", "sm_120a"])
 def test_portable_kernels_pass(name: str, run: str, folders: Path) -> None:
-    """Products of e4m3 and of FP16, asynchronous copies and bulk copies, for much shared memory and for little."""
+    """The kernels use e4m3 or FP16 products, asynchronous or bulk copies, and much or little shared memory."""
     if SMALL:
-        pytest.skip("sanitizers see these by tests/portable_units.py")
+        pytest.skip("sanitizers run these kernels with tests/portable_units.py")
     target = portable_units.target_of(torch.cuda.get_device_capability())
     if target is None or not portable_units.runs_on(name, target):
         pytest.skip(f"kernels of {name} do not run on this GPU")

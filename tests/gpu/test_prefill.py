@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill on a GPU: planner, scorer and selection against the reference, the chain against the brute force."""
+"""On a GPU, prefill's planner, scorer and selection equal the reference, and the chain equals the brute force."""
 
 from __future__ import annotations
 
@@ -41,34 +41,35 @@ from flashinfer_msa.testing.problems import (
 )
 
 
-def forms_of(layout: Layout) -> list[bool]:
-    """The values of ``compact`` that a layout has."""
+def compact_values(layout: Layout) -> list[bool]:
+    """Return the values of ``compact`` that a layout supports."""
     return [False, True] if layout.index_scale > 1 else [False]
 
 
 def magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """Absolute values of e4m3."""
+    """Return the absolute values of e4m3 elements."""
     return (tensor.view(torch.uint8) & 0x7F).view(tensor.dtype)
 
 
 def score_errors(
     problem: PrefillProblem, plan: MSAIcpScorePlan, accumulation: str
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Score every rank and form: what it was, errors and bounds ``sum |q| |k|`` of the scores that are finite.
+    """Score every rank and value of ``compact``.
 
-    The rest must be equal: ``-inf``, and what the reference does not write.
+    Yields a description, the errors of the finite scores, and their bounds ``sum |q| |k|``. Asserts that the rest is
+    equal: ``-inf``, and elements that the reference does not write.
     """
     layout = problem.layout
     for rank in range(layout.world_size):
         keys = problem.shard(rank)
-        for compact in forms_of(layout):
+        for compact in compact_values(layout):
             columns = -(-plan.columns // (2 if compact else 1)) + 3
             initialize = bool(rank % 2)
-            form: dict[str, Any] = {"layout": layout, "rank": rank, "compact": compact, "initialize": initialize}
+            options: dict[str, Any] = {"layout": layout, "rank": rank, "compact": compact, "initialize": initialize}
             ours, theirs, bound = (Plane(plan.total_q, columns, aligned=rank % 2 == 0) for _ in range(3))
-            reference.prefill_index_score(problem.index_q, keys, problem.block_table, plan, theirs.view, **form)
+            reference.prefill_index_score(problem.index_q, keys, problem.block_table, plan, theirs.view, **options)
             reference.prefill_index_score(
-                magnitude(problem.index_q), magnitude(keys), problem.block_table, plan, bound.view, **form
+                magnitude(problem.index_q), magnitude(keys), problem.block_table, plan, bound.view, **options
             )
             msa_ops.msa_icp_index_score_sharded(
                 problem.index_q,
@@ -85,7 +86,7 @@ def score_errors(
             what = f"rank {rank}, compact {compact}"
             got, want = ours.storage, theirs.storage
             equal = want.isinf() | (want == POISON)
-            assert_equal(got[equal], want[equal], f"{what}: -inf and what must not be touched")
+            assert_equal(got[equal], want[equal], f"{what}: -inf and untouched elements")
             assert not got[got == 0].signbit().any(), f"{what}: -0.0"
             yield what, (got - want)[~equal].abs(), bound.storage[~equal]
 
@@ -94,10 +95,10 @@ def score_errors(
 def test_scores_match_the_reference(
     layout: Layout, window: dict[str, Any], special: bool, record_property: Callable[[str, int], None]
 ) -> None:
-    """Every rank and form: within the tensor core's error, and nothing is written that the reference does not write.
+    """Scores are within the tensor core's error, and only elements that the reference writes are written.
 
-    With normal data one score in a million may be beyond ``TENSOR_CORE_ERROR`` (on an H200, 2 of 10.8 million, by a
-    tenth of it). Outliers among the elements make the tensor core drop more of the others, up to its worst case.
+    With normal data one score in a million may exceed ``TENSOR_CORE_ERROR``. On an H200, 2 of 10.8 million did, by a
+    tenth of it. Outliers among the elements make the tensor core drop more bits of the others, up to its worst case.
     """
     beyond = scores = 0
     problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
@@ -112,7 +113,7 @@ def test_scores_match_the_reference(
 
 @pytest.mark.parametrize("special", [True] if SMALL else [False, True], ids=lambda x: "outliers" if x else "normal")
 def test_exact_scores_match_the_reference(layout: Layout, window: dict[str, Any], special: bool) -> None:
-    """With ``accumulation="exact"`` no score is off by more than the rounding of FP32 sums, outliers or not."""
+    """With ``accumulation="exact"`` no score is off by more than the rounding of FP32 sums, even with outliers."""
     problem = make_problem(layout, window, special=special, block_table_extra_columns=2)
     for what, error, bound in score_errors(problem, make_plan(problem), "exact"):
         assert bool((error <= FP32_WORST * bound).all()), f"{what}: {(error / bound).max()}"
@@ -120,7 +121,7 @@ def test_exact_scores_match_the_reference(layout: Layout, window: dict[str, Any]
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_scores_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, Any], accumulation: str) -> None:
-    """Bit-equal between runs, and whether one multiprocessor, seven or all of them work."""
+    """Scores are bit-equal between runs, and whether one, seven or all multiprocessors work."""
     problem = make_problem(layout, window)
     plan = make_plan(problem)
     count = len(plan.packed_work_range)
@@ -150,7 +151,7 @@ def items_of(problem: PrefillProblem) -> int:
 
 
 def empty_cache(window: dict[str, Any]) -> PrefillProblem:
-    """A problem for a planner, which reads no keys."""
+    """Return a problem without keys, for a planner, which reads none."""
     window = {"positions": [kv - q for q, kv in zip(window["query_lens"], window["kv_lens"], strict=True)], **window}
     none = {"query_lens": [], "kv_lens": [], "positions": []}
     return replace(
@@ -197,7 +198,7 @@ def test_the_planner_agrees_with_the_reference_and_the_host(window: dict[str, An
 
 
 def test_lengths_beyond_the_bounds_write_nothing_outside() -> None:
-    """A plan for fewer tokens and keys than its segments have: work storage and scores end where they end."""
+    """The bounds are below what the segments have: nothing is written outside work storage and scores."""
     layout = LAYOUTS["p128_tp2"]
     problem = make_problem(layout, {"query_lens": [300, 300], "kv_lens": [3000, 4000]})
     storage = torch.full((10,), -1, dtype=torch.int64, device="cuda")
@@ -252,7 +253,7 @@ def test_lengths_whose_sum_overflows_plan_nothing_outside() -> None:
 
 @pytest.mark.parametrize("offset", [-7, -2, -1, 9])
 def test_offsets_outside_write_nothing_outside(offset: int) -> None:
-    """Rows written 16 bytes at a time, of a segment that starts before the first token or ends past the last."""
+    """Rows are written 16 bytes at a time, and the segment starts before the first token or ends after the last."""
     layout = LAYOUTS["p128_tp4"]
     problem = make_problem(layout, {"query_lens": [16], "kv_lens": [4096]})
     plan = make_plan(problem)
@@ -273,11 +274,11 @@ def test_offsets_outside_write_nothing_outside(offset: int) -> None:
 
 
 def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
-    """A window that was planned again for longer keys: scores still end where the first plan's columns do."""
+    """A window was planned again for longer keys: scores still end at the first plan's columns."""
     layout = LAYOUTS["p256_tp2"]
     problem = make_problem(layout, {"query_lens": [64] * 3, "kv_lens": [16384] * 3})
     plan = replace(make_plan(problem), columns=2)
-    for compact in forms_of(layout):
+    for compact in compact_values(layout):
         plane = Plane(3 * 64, 1 if compact else 2)
         msa_ops.msa_icp_index_score_sharded(
             problem.index_q,
@@ -293,7 +294,7 @@ def test_a_plan_with_fewer_columns_than_its_items_writes_no_more() -> None:
 
 
 def test_positions_near_the_end_of_int32_see_all_keys() -> None:
-    """A position past the last int32 is past every key."""
+    """A position beyond int32's range is after every key."""
     layout = LAYOUTS["p128_tp2"]
     problem = make_problem(layout, {"query_lens": [64], "kv_lens": [256], "positions": [1000]})
     last = replace(problem, positions=(2**31 - 11,))
@@ -314,7 +315,7 @@ def test_positions_near_the_end_of_int32_see_all_keys() -> None:
 
 
 def test_selection_equals_the_reference() -> None:
-    """Narrow and wide rows, ties, NaN and infinities, any map from columns to blocks, strided planes and carriers."""
+    """Narrow and wide rows, ties, NaN, infinities, every map from columns to blocks, strided planes and carriers."""
     draw = torch.Generator("cuda").manual_seed(0)
     tokens = 5 if SMALL else 61
     for columns in (1, 17, 1024, 1025) if SMALL else (1, 15, 16, 17, 31, 33, 500, 1023, 1024, 1025, 8192, 12287):
@@ -351,7 +352,7 @@ def test_selection_equals_the_reference() -> None:
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
 ) -> None:
-    """The facade's chain in one window; carrier rows are what the reference selects from the kernel's own scores."""
+    """The facade's chain in one window. Carrier rows equal the reference's selection of the kernel's own scores."""
     problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(
@@ -362,19 +363,19 @@ def test_output_equals_unsharded_top16(
         local_blocks=local_blocks,
     )
     total = len(problem.index_q)
-    pitch = group.plans[0].prefill_scratch_shape()[2]
-    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+    pitch = group.indexers[0].prefill_scratch_shape()[2]
+    scratches = [torch.full((total, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
     output, carriers = run_step(group, problem, total, scratches)
-    for plan, scratch, carrier in zip(group.plans, scratches, carriers, strict=True):
+    for indexer, scratch, carrier in zip(group.indexers, scratches, carriers, strict=True):
         want = reference.select_rows(
             scratch,
             problem.num_valid_pages,
             force_begin_blocks=init_blocks,
             force_end_blocks=local_blocks,
-            index_scale=plan.index_scale,
-            index_offset=plan.index_offset,
+            index_scale=indexer.index_scale,
+            index_offset=indexer.index_offset,
         )
-        assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {plan.rank}")
+        assert_equal(carrier[..., :-1], want.transpose(0, 1), f"carrier of rank {indexer.rank}")
         assert (carrier[..., -1] == 1).all()
     expected = brute_force_top16(problem, init_blocks=init_blocks, local_blocks=local_blocks)
     counts = compare(output, expected, near_tie=2 * TENSOR_CORE_ERROR)
@@ -384,35 +385,38 @@ def test_output_equals_unsharded_top16(
 
 
 def test_windows_of_a_step_make_the_same_output(layout: Layout) -> None:
-    """A step in one window and in several, with segments that go on from one to the next: equal to the bit."""
+    """A step in one window and in several, with segments that span windows, gives bit-equal output."""
     problem = make_problem(layout, without_padding(WINDOWS["ragged"]))
     group = Group.make(layout, tokens=1, max_model_len=1 << 23)  # so long that a step may have 64 windows
     total = len(problem.index_q)
     pitch = -(-problem.block_table.shape[1] // 16) * 16
     outputs = []
     for tokens in (total, 128, 100):
-        scratches = [torch.full((tokens + 7, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.plans]
+        scratches = [torch.full((tokens + 7, NUM_HEADS, pitch), POISON, device="cuda") for _ in group.indexers]
         outputs.append(run_step(group, problem, tokens, scratches)[0])
     for output in outputs[1:]:
         assert_equal(output, outputs[0], "output")
 
 
 def test_a_graph_replays_over_changing_lengths(layout: Layout) -> None:
-    """Plan, local part and merge are captured once, and replayed for segments of other lengths within the bounds."""
+    """Plan, local part and merge are captured once and replayed with new segment lengths within the bounds."""
     held = ChangingWindow(layout, seed=0)
     tokens, base, valid = held.TOKENS, held.base, held.num_valid_pages
     group = Group.make(layout, tokens=1, max_model_len=held.LONGEST)
     shards = [base.shard(rank) for rank in range(layout.world_size)]
-    scratch = torch.empty(group.plans[0].prefill_scratch_shape(), device="cuda")
-    carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.plans]
-    outputs = [torch.empty(tokens, p.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda") for p in group.plans]
+    scratch = torch.empty(group.indexers[0].prefill_scratch_shape(), device="cuda")
+    carriers = [torch.empty(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32, device="cuda") for _ in group.indexers]
+    outputs = [
+        torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+        for indexer in group.indexers
+    ]
 
     def step() -> None:
-        for plan, shard, carrier in zip(group.plans, shards, carriers, strict=True):
-            window = plan.prefill_window_plan(0, *held.inputs, **held.bounds)
-            plan.prefill_local(base.index_q, shard, base.block_table, window, scratch, valid, carrier)
-        for plan, output in zip(group.plans, outputs, strict=True):
-            plan.prefill_merge(exchange(carriers, plan), valid, output)
+        for indexer, shard, carrier in zip(group.indexers, shards, carriers, strict=True):
+            window = indexer.prefill_window_plan(0, *held.inputs, **held.bounds)
+            indexer.prefill_local(base.index_q, shard, base.block_table, window, scratch, valid, carrier)
+        for indexer, output in zip(group.indexers, outputs, strict=True):
+            indexer.prefill_merge(exchange(carriers, indexer), valid, output)
 
     graph = capture(step)
     for _ in range(4):
@@ -454,7 +458,7 @@ def test_pdl_waits_for_the_plan_and_the_query(layout: Layout, late: str) -> None
 
 
 def test_block_scores_of_the_ranks_make_the_unsharded_ones(layout: Layout) -> None:
-    """The largest of the ranks' scores of a block is the block's, wherever its keys lie."""
+    """The maximum of the ranks' scores of a block is the unsharded score, wherever the keys are."""
     problem = make_problem(layout, WINDOWS["more and fewer keys"])
     scores, bounds = block_scores(problem)
     plan = make_plan(problem)

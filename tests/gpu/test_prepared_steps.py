@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared steps on a GPU: what the launcher keeps, bound to other queries and keys, against the facade's methods."""
+"""Prepared steps on a GPU: launch records, rebound to other queries and keys, equal the facade's methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = {"query_lens": [100, 0, 30, 41], "kv_lens": [1500, 9, 700, 41], "paddin
 
 
 def layers_of(problem: Any, count: int) -> list[Any]:
-    """The problem of each layer: other queries, and the same keys at another place or other ones."""
+    """Return a problem per layer, with new queries and new keys."""
     generator = torch.Generator("cuda").manual_seed(11)
     draw = [
         replace(
@@ -47,7 +47,7 @@ def layers_of(problem: Any, count: int) -> list[Any]:
 class DecodeRanks:
     """All ranks of a decode step on one GPU."""
 
-    def __init__(self, layout: Layout, *, query_len: int, tagged: bool, fused: bool = False, **form: Any) -> None:
+    def __init__(self, layout: Layout, *, query_len: int, tagged: bool, fused: bool = False, **options: Any) -> None:
         self.problem = DecodeProblem.random(
             layout, seq_lens=LENGTHS, decode_query_len=query_len, device="cuda", seed=5, page_pitch_extra=32
         )
@@ -58,7 +58,7 @@ class DecodeRanks:
         self.outputs = self.group.outputs(tokens)
         pool = torch.empty(msa_icp_decode_pool_bytes(max_decode_tokens=tokens), dtype=torch.uint8, device="cuda")
         self.steps: list[MSAIcpDecodeStep] = [
-            plan.prepare_decode_step(
+            indexer.prepare_decode_step(
                 self.problem.block_table,
                 self.problem.seq_lens,
                 self.problem.num_valid_pages,
@@ -68,15 +68,15 @@ class DecodeRanks:
                 tagged=tagged,
                 decode_query_len=query_len,
                 pool=pool if fused else None,
-                **form,
+                **options,
             )
-            for plan, comm, output, scores in zip(
-                self.group.plans, self.group.comms, self.outputs, self.group.scores(tokens), strict=True
+            for indexer, comm, output, scores in zip(
+                self.group.indexers, self.group.comms, self.outputs, self.group.scores(tokens), strict=True
             )
         ]
 
     def run(self, layer: int, slot: int) -> None:
-        """A layer: the last rank's whole chain after the publishes of the others, then their merges."""
+        """Run a layer: the other ranks' publishes, the last rank's whole chain, and the others' merges."""
         query = self.layers[layer].index_q
         *others, last = zip(self.steps, self.shards[layer], strict=True)
         for step, keys in others:
@@ -94,17 +94,17 @@ class DecodeRanks:
             output.fill_(-777)
 
 
-@pytest.mark.parametrize("form", ["pdl", "no pdl", "debug", "fused"])
+@pytest.mark.parametrize("variant", ["pdl", "no pdl", "debug", "fused"])
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
-def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, form: str) -> None:
-    """Each layer has its own query and keys; slot sets come round, so recorded launches are bound anew."""
+def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, variant: str) -> None:
+    """Each layer has its own query and keys. Slot sets rotate, so launch records are rebound."""
     ranks = DecodeRanks(
         layout,
         query_len=3,
         tagged=tagged,
-        fused=form == "fused",
-        enable_pdl=form != "no pdl",
-        debug=form == "debug",
+        fused=variant == "fused",
+        enable_pdl=variant != "no pdl",
+        debug=variant == "debug",
     )
     for layer in range(LAYERS):
         ranks.run(layer, layer % 3)
@@ -113,10 +113,10 @@ def test_a_decode_step_serves_every_layer(layout: Layout, tagged: bool, form: st
 
 @pytest.mark.parametrize("query_len", [1, 8])
 def test_decode_steps_are_captured(layout: Layout, query_len: int) -> None:
-    """A graph of three layers of prepared steps, replayed."""
+    """A graph of three layers of prepared steps is captured and replayed."""
     ranks = DecodeRanks(layout, query_len=query_len, tagged=True)
-    for plan in ranks.group.plans:
-        plan.warmup()
+    for indexer in ranks.group.indexers:
+        indexer.warmup()
     outputs = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -134,7 +134,7 @@ def test_decode_steps_are_captured(layout: Layout, query_len: int) -> None:
 
 
 def test_layers_unlike_the_first_are_refused() -> None:
-    """The launcher's own checks of a rebinding; nothing is launched."""
+    """The launcher checks what it rebinds, and launches nothing that it refuses."""
     ranks = DecodeRanks(LAYOUTS["p128_tp2"], query_len=2, tagged=False)
     ranks.run(0, 0)
     torch.cuda.synchronize()
@@ -164,15 +164,17 @@ def test_layers_unlike_the_first_are_refused() -> None:
 
 @pytest.mark.parametrize(("launch", "name"), [(0, "scorer"), (1, "publisher"), (2, "merge")])
 def test_debug_compares_launches(launch: int, name: str) -> None:
-    """A recording that is not what the full path makes is told before anything is launched."""
+    """A launch record that differs from the full path's raises before anything is launched."""
     ranks = DecodeRanks(LAYOUTS["p256_tp2"], query_len=2, tagged=True, debug=True)
     step, query, keys = ranks.steps[0], ranks.layers[0].index_q, ranks.shards[0][0]
     step.publish(query, keys, slot=0)
     step.record(query, keys, slot=1)
     torch.cuda.synchronize()
     before = [comm.storages[0].clone() for comm in ranks.group.comms]
-    words = step._chains[1]._words
-    parameters = words[len(words) - (3 - launch) * 64 :]  # the last 512 bytes are the last launch's
+    # The launch record is the only int64 tensor. Its last 512 bytes are the last launch's parameters.
+    attributes = vars(step._chains[1]).values()
+    (record,) = (each for each in attributes if isinstance(each, torch.Tensor) and each.dtype == torch.int64)
+    parameters = record[len(record) - (3 - launch) * 64 :]
     parameters[3] += 16
     with pytest.raises(RuntimeError, match=rf"the {name} that the step would launch is not the one"):
         step.publish(query, keys, slot=1)
@@ -181,40 +183,40 @@ def test_debug_compares_launches(launch: int, name: str) -> None:
         assert_equal(comm.storages[0], was, "receive storage")
 
 
-@pytest.mark.parametrize("form", ["plain", "pooled", "debug", "captured"])
-def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
-    """Windows of a step with padding, whose scorer's tensor maps are made anew for each layer's query and keys."""
+@pytest.mark.parametrize("variant", ["plain", "pooled", "debug", "captured"])
+def test_a_prefill_step_serves_every_layer(layout: Layout, variant: str) -> None:
+    """A step of several windows with padding. The scorer's tensor maps are rebuilt for each layer's query and keys."""
     problem = make_problem(layout, WINDOW)
-    # So long a model that a step's windows are of 128 tokens.
+    # A model so long that a step's windows have 128 tokens.
     limits = {"max_model_len": 14_000_000, "max_num_batched_tokens": 300}
     group = Group.make(layout, tokens=4, **limits)
     tokens = len(problem.index_q)
     layers = layers_of(problem, 3)
     sends, received, outputs, steps = [], [], [], []
-    for plan in group.plans:
-        plan.warmup()
-        carrier = torch.full(plan.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
+    for indexer in group.indexers:
+        indexer.warmup()
+        carrier = torch.full(indexer.prefill_carrier_shape()[1:], -777, dtype=torch.int32, device="cuda")
         sends.append(carrier[:, :tokens])
-        shape = (plan.world_size, plan.heads_per_rank, tokens, ROW_WORDS)
+        shape = (indexer.world_size, indexer.heads_per_rank, tokens, ROW_WORDS)
         received.append(torch.full(shape, -777, dtype=torch.int32, device="cuda"))
-        outputs.append(torch.full((tokens, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda"))
+        outputs.append(torch.full((tokens, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device="cuda"))
         windows, start = [], 0
         for number, part in enumerate(problem.windows(96)):
-            window_plan = plan.prefill_window_plan(number, *part.segments, **part.bounds)
+            window_plan = indexer.prefill_window_plan(number, *part.segments, **part.bounds)
             windows.append((start, start + len(part.index_q), part.block_table, window_plan))
             start += len(part.index_q)
-        scratch = torch.full(plan.prefill_scratch_shape(1500), -777.0, device="cuda")
-        pool = torch.full(plan.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
+        scratch = torch.full(indexer.prefill_scratch_shape(1500), -777.0, device="cuda")
+        pool = torch.full(indexer.prefill_pool_shape(), 255, dtype=torch.uint8, device="cuda")
         steps.append(
-            plan.prepare_prefill_step(
+            indexer.prepare_prefill_step(
                 windows,
-                None if form == "pooled" else scratch,
+                None if variant == "pooled" else scratch,
                 problem.num_valid_pages,
                 sends[-1],
                 received[-1],
                 outputs[-1],
-                debug=form == "debug",
-                pool=pool if form == "pooled" else None,
+                debug=variant == "debug",
+                pool=pool if variant == "pooled" else None,
             )
         )
     assert len(windows) == 2
@@ -222,15 +224,15 @@ def test_a_prefill_step_serves_every_layer(layout: Layout, form: str) -> None:
     def run(layer: Any, shards: list[torch.Tensor]) -> None:
         for step, keys in zip(steps, shards, strict=True):
             step.local(layer.index_q, keys)
-        for plan, step, into in zip(group.plans, steps, received, strict=True):
-            into.copy_(exchange(sends, plan))
+        for indexer, step, into in zip(group.indexers, steps, received, strict=True):
+            into.copy_(exchange(sends, indexer))
             step.merge()
 
     for layer in layers:
-        shards = [layer.shard(plan.rank) for plan in group.plans]
+        shards = [layer.shard(indexer.rank) for indexer in group.indexers]
         for buffer in (*sends, *received, *outputs):
             buffer.fill_(-777)
-        if form == "captured":
+        if variant == "captured":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run(layer, shards)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange protocol on a GPU: many steps over rotating slot sets, graph capture, and waits that run out."""
+"""The exchange protocol on a GPU: many steps with rotating slot sets, graph capture, and waits that run out."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ STEPS = 30 if SMALL else 10_000
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) -> None:
-    """Each step puts its winners elsewhere: a lost, stale or mixed row shows in that step's output."""
+    """The selected blocks change from step to step, so a lost, stale or mixed row shows in that step's output."""
     layout = LAYOUTS[f"p128_tp{world_size}"]
     tokens, columns = 3, 64
     group = Group.make(layout, tokens=tokens, max_model_len=columns * 128, init_blocks=0, local_blocks=0)
     valid = torch.full((tokens,), columns, dtype=torch.int32, device="cuda")
     column = torch.arange(columns, device="cuda")
-    # Row (token, head) of a step takes the 16 blocks from its own offset on, rank by rank in turns.
+    # The row of (token, head) selects the 16 blocks after its own offset. They alternate between the ranks.
     start = torch.arange(tokens * NUM_HEADS, device="cuda").view(tokens, NUM_HEADS, 1) * 5
     history = []
     for step in range(STEPS):
         distance = (column - start - 7 * step) % columns
-        for rank, (plan, comm) in enumerate(zip(group.plans, group.comms, strict=True)):
+        for rank, (indexer, comm) in enumerate(zip(group.indexers, group.comms, strict=True)):
             mine = torch.where(distance % world_size == rank, -distance, -1000 - distance).float()
             msa_ops.msa_icp_topk_select_publish(
                 mine,
@@ -42,16 +42,16 @@ def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) 
                 slot=step % 3,
                 rank=rank,
                 world_size=world_size,
-                heads_per_rank=plan.heads_per_rank,
+                heads_per_rank=indexer.heads_per_rank,
                 capacity=tokens,
                 force_begin_blocks=0,
                 force_end_blocks=0,
                 generations=comm.publish_generations if tagged else None,
             )
         outputs = []
-        for plan, comm in zip(group.plans, group.comms, strict=True):
-            output = torch.empty(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
-            plan.decode_merge(valid, output, comm=comm, slot=step % 3, tagged=tagged)
+        for indexer, comm in zip(group.indexers, group.comms, strict=True):
+            output = torch.empty(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32, device="cuda")
+            indexer.decode_merge(valid, output, comm=comm, slot=step % 3, tagged=tagged)
             outputs.append(output)
         chosen = torch.zeros(tokens, NUM_HEADS, columns, dtype=torch.bool, device="cuda")
         chosen.scatter_(2, torch.cat(outputs, dim=1).long(), True)
@@ -63,7 +63,7 @@ def test_no_row_is_lost_or_mixed_over_many_steps(world_size: int, tagged: bool) 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> None:
-    """The chain of all ranks captured once with PDL, and replayed over other lengths in the same buffers."""
+    """The chain of all ranks is captured once with PDL and replayed with other lengths in the same buffers."""
     query_len, batch, context = 2, 5, 600 if SMALL else 20000
     problem = DecodeProblem.random(
         layout, seq_lens=[context] * batch, decode_query_len=query_len, device="cuda", seed=2
@@ -91,32 +91,32 @@ def test_graph_replays_over_changing_inputs(layout: Layout, tagged: bool) -> Non
 
 
 def run_alone(body: str, limit: str = "spin_limit=5000", timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: what it does ends a CUDA context, or needs a fresh one."""
+    """Run code in a separate process, because it ends a CUDA context or needs a new one."""
     prelude = """
         import torch
         import flashinfer_msa
         from flashinfer_msa import msa_ops
         from flashinfer_msa.comm import local_comm
-        plans = [
+        indexers = [
             msa_ops.prepare_msa_icp_indexer(
                 world_size=2, rank=r, num_index_heads=4, page_size=128, init_blocks=0, local_blocks=1,
                 max_decode_tokens=4, max_decode_query_len=1, max_num_batched_tokens=64, max_num_seqs=4,
                 max_model_len=2048, num_sparse_layers=3, device="cuda", LIMIT)
             for r in range(2)
         ]
-        comms = local_comm(plans)
+        comms = local_comm(indexers)
         q = torch.zeros(4, 4, 128, device="cuda").to(torch.float8_e4m3fn)
         k = torch.zeros(64, 64, 128, device="cuda").to(torch.float8_e4m3fn)
         table = torch.zeros(4, 16, dtype=torch.int32, device="cuda")
         lens = torch.full((4,), 2048, dtype=torch.int32, device="cuda")
         valid = torch.full((4,), 16, dtype=torch.int32, device="cuda")
-        scores = torch.zeros(plans[0].decode_scores_shape(), device="cuda")
+        scores = torch.zeros(indexers[0].decode_scores_shape(), device="cuda")
         output = torch.zeros(4, 2, 16, dtype=torch.int32, device="cuda")
         def publish(rank, slot, tagged):
-            plans[rank].decode_publish(q, k, table, lens, valid, scores, comm=comms[rank], slot=slot, tagged=tagged,
+            indexers[rank].decode_publish(q, k, table, lens, valid, scores, comm=comms[rank], slot=slot, tagged=tagged,
                                        decode_query_len=1)
         def merge(rank, slot, tagged):
-            plans[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
+            indexers[rank].decode_merge(valid, output, comm=comms[rank], slot=slot, tagged=tagged)
     """
     code = textwrap.dedent(prelude).replace("LIMIT", limit) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
@@ -156,7 +156,7 @@ FAULT = """
     ids=["tagged-merge", "legacy-merge", "legacy-publish"],
 )
 def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
-    """A wait that runs out ends the context; the record outlives it and says which wait it was."""
+    """A wait that runs out ends the context. The fault record survives and names the wait."""
     done = run_alone(calls.replace("; ", "\n") + textwrap.dedent(FAULT))
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
@@ -172,7 +172,7 @@ def test_a_missing_peer_is_named(calls: str, words: list[str]) -> None:
     ids=["tagged-merge", "legacy-publish"],
 )
 def test_a_limit_of_seconds_ends_a_wait(calls: str) -> None:
-    """With ``wait_seconds`` a wait goes on for as long, whatever the polls."""
+    """With ``wait_seconds`` a wait lasts that long, however many polls it takes."""
     body = """
     begin = time.monotonic()
     try:
@@ -194,7 +194,7 @@ def test_a_limit_of_seconds_ends_a_wait(calls: str) -> None:
 
 @pytest.mark.traps
 def test_capture_without_warmup_is_refused() -> None:
-    """Loading kernels during a capture would break it, so the call says what to do instead."""
+    """Loading kernels during a capture would break it, so the error says to call ``warmup``."""
     done = run_alone(
         """
         stream = torch.cuda.Stream()
@@ -205,7 +205,7 @@ def test_capture_without_warmup_is_refused() -> None:
                 publish(0, 0, True)
         except RuntimeError as error:
             print(error)
-        plans[0].warmup()
+        indexers[0].warmup()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             publish(0, 0, True)
@@ -224,21 +224,21 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 @two_gpus
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -> None:
-    """Ranks alternate over two GPUs of this process; calls find their tensors' device, whichever is current."""
+    """Ranks alternate between two GPUs of this process. Calls run on their tensors' device, whichever is current."""
     problem = DecodeProblem.random(layout, seq_lens=[3000, 0, 20001], decode_query_len=3, device="cuda:0", seed=6)
     expected = brute_force_top16(problem, init_blocks=1, local_blocks=2)
     devices = [torch.device("cuda", rank % 2) for rank in range(layout.world_size)]
     group = Group.make(layout, tokens=9, max_model_len=20001, devices=devices)
     inputs = group.inputs(problem)
     for step in range(6):
-        form = {"slot": step % 3, "tagged": tagged}
-        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
-            scores = torch.full(plan.decode_scores_shape(), POISON, device=plan.device)
-            plan.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **form)
+        options = {"slot": step % 3, "tagged": tagged}
+        for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
+            scores = torch.full(indexer.decode_scores_shape(), POISON, device=indexer.device)
+            indexer.decode_publish(*arguments, scores, comm=comm, decode_query_len=3, **options)
         outputs = []
-        for plan, comm, arguments in zip(group.plans, group.comms, inputs, strict=True):
-            output = torch.full((9, plan.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=plan.device)
-            plan.decode_merge(arguments[-1], output, comm=comm, **form)
+        for indexer, comm, arguments in zip(group.indexers, group.comms, inputs, strict=True):
+            output = torch.full((9, indexer.heads_per_rank, TOP_K), -777, dtype=torch.int32, device=indexer.device)
+            indexer.decode_merge(arguments[-1], output, comm=comm, **options)
             outputs.append(output)
         counts = compare(torch.cat([output.to("cuda:0") for output in outputs], dim=1), expected)
         assert counts.wrong == 0, (step, counts)
@@ -246,9 +246,9 @@ def test_ranks_on_two_gpus_store_into_each_other(layout: Layout, tagged: bool) -
 
 @two_gpus
 def test_tensors_of_two_gpus_are_refused() -> None:
-    """One call runs on one device; the message names the odd one out."""
+    """A call runs on one device. The error names the tensor that is on another."""
     group = Group.make(LAYOUTS["p128_tp2"], tokens=4, max_model_len=2048)
     valid = torch.full((4,), 16, dtype=torch.int32, device="cuda:0")
     output = torch.zeros(4, 2, TOP_K, dtype=torch.int32, device="cuda:1")
     with pytest.raises(ValueError, match=r"output must be on cuda:0 like the indexer, was on cuda:1"):
-        group.plans[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)
+        group.indexers[0].decode_merge(valid, output, comm=group.comms[0], slot=0, tagged=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select + publish and merge on a GPU, bit for bit against the reference, on scores and rows made to be awkward."""
+"""Select + publish and merge on a GPU equal the reference bit for bit, on difficult scores and rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ["normal", "ties", "all-equal", "one-group", "special", "ascending"]
 
 
 def awkward_scores(kind: str, tokens: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Score planes that strain a selection in different ways, float32 ``[T, 4, columns]``."""
+    """Return score planes that are difficult to select from, float32 ``[T, 4, columns]``."""
     shape = (tokens, NUM_HEADS, columns)
     if kind == "ties":
         return torch.randint(-2, 3, shape, generator=generator, device="cuda").float()
@@ -37,7 +37,7 @@ def awkward_scores(kind: str, tokens: int, columns: int, generator: torch.Genera
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_published_rows_equal_reference(kind: str, tagged: bool, world_size: int) -> None:
-    """Every width, forced blocks, both index maps, padded and oversized ``num_valid_pages``, strided planes."""
+    """Every width, forced blocks, every index map, zero and too large ``num_valid_pages``, strided planes."""
     generator = torch.Generator("cuda").manual_seed(sum(map(ord, kind)))
     hpr, tokens, capacity = NUM_HEADS // world_size, 7, 9
     for i, columns in enumerate(WIDTHS[:6] if SMALL else WIDTHS):
@@ -80,7 +80,7 @@ def test_published_rows_equal_reference(kind: str, tagged: bool, world_size: int
 
 
 def random_rows(world_size: int, capacity: int, generator: torch.Generator, *, spread: int) -> torch.Tensor:
-    """Candidate rows int32 ``[W, hpr, capacity, 33]`` with duplicates, stray ids, NaN and ties; ready."""
+    """Draw ready candidate rows with duplicates, invalid ids, NaN and ties: int32 ``[W, hpr, capacity, 33]``."""
     hpr = NUM_HEADS // world_size
     shape = (world_size, hpr, capacity, TOP_K)
     scores = torch.randint(-3, 4, shape, generator=generator, device="cuda").float()
@@ -96,7 +96,7 @@ def random_rows(world_size: int, capacity: int, generator: torch.Generator, *, s
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("spread", [5, 40, 300, 9000])
 def test_merge_equals_reference(mode: str, world_size: int, spread: int) -> None:
-    """Rows in any order, with strided rows and outputs; flags cleared or counters advanced like the reference's."""
+    """Rows are in any order; rows and outputs are strided. Flags and counters end like the reference's."""
     generator = torch.Generator("cuda").manual_seed(spread + world_size)
     hpr, capacity, tokens = NUM_HEADS // world_size, 33, 29
     rows = random_rows(world_size, capacity, generator, spread=spread)
@@ -134,7 +134,7 @@ def test_merge_equals_reference(mode: str, world_size: int, spread: int) -> None
 @pytest.mark.parametrize("columns", [300, 5000])
 @pytest.mark.parametrize("late", ["scores", "num_valid_pages"])
 def test_a_dependent_publisher_waits_for_its_inputs(columns: int, late: str) -> None:
-    """The publisher starts while the kernel before it still runs, and that one writes the scores or the counts last."""
+    """The publisher starts while the preceding kernel still runs, which writes the scores or the counts at its end."""
     tokens, world_size = 5, 4
     generator = torch.Generator("cuda").manual_seed(columns)
     fresh = {

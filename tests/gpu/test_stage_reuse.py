@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared-memory stages that copies refill while others read them: exact scores, launch after launch, on a GPU."""
+"""Shared-memory stages that are refilled while other stages are read: every launch on a GPU gives exact scores."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import pytest
 from reuse_checks import QUERIES, Repeats, decode_mismatches, prefill_mismatches
 from simulated_group import SMALL
 
-from flashinfer_msa.accumulation import ACCUMULATIONS
 from flashinfer_msa.layout import Layout
+from flashinfer_msa.prefill.accumulation import ACCUMULATIONS
 
-# A sanitizer sees the same kernels launched by eager code.
+# Sanitizers check the same kernels in eager launches.
 WAYS = [False] if SMALL else [False, True]
 
 
 def ways(graph: bool) -> str:
-    """Name of a way to launch."""
+    """Return the name of a way to launch."""
     return "graph" if graph else "eager"
 
 
 @pytest.mark.parametrize("graph", WAYS, ids=ways)
 def test_decode_ring(layout: Layout, graph: bool) -> None:
-    """Long requests: a warp refills each stage of its ring dozens of times. Each query length has its own kernel."""
+    """Requests are long, so a warp refills each ring stage dozens of times. Each query length has its own kernel."""
     repeats = Repeats(launches=4 if SMALL else 248, graph=graph)
     done = 0
     for decode_query_len in (2, 4, 6, 8):
@@ -43,7 +43,7 @@ def test_decode_ring(layout: Layout, graph: bool) -> None:
 @pytest.mark.parametrize("graph", WAYS, ids=ways)
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_prefill_query_stage(layout: Layout, accumulation: str, graph: bool) -> None:
-    """Many items per CTA: 8,192 tokens in segments of 8, each of which brings a query of its own."""
+    """Each CTA gets many items: 8,192 tokens in segments of 8, and each segment has its own query."""
     repeats = Repeats(launches=4 if SMALL else 200, graph=graph)
     wrong, launches = prefill_mismatches(
         layout,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples with real ranks, a GPU each."""
+"""The examples run with a GPU per rank."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from example_runs import EXAMPLES, run_example
 
 @pytest.fixture(params=[2, 4])
 def processes(request: pytest.FixtureRequest) -> int:
-    """Each size of a group that the GPUs suffice for."""
+    """Return each group size that there are GPUs for."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, has {torch.cuda.device_count()}")
     return request.param
 
 
-@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
-def test_decode(processes: int, form: tuple[str, ...]) -> None:
-    """Steps in CUDA graphs that start with each slot set, beside an eager one."""
+@pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_decode(processes: int, options: tuple[str, ...]) -> None:
+    """Most steps replay CUDA graphs, one per first slot set. One step runs eagerly."""
     sizes = ("--layers", 7, "--steps", 9, "--batch", 5, "--context", 9000)
-    run = run_example(EXAMPLES / "tp_decode.py", *form, *sizes, processes=processes, backend="cake", seconds=120)
+    run = run_example(EXAMPLES / "tp_decode.py", *options, *sizes, processes=processes, backend="cake", seconds=120)
     assert run.status == 0, run.printed
     rows, equal, near_ties, wrong = run.checked
     assert rows == 5 * 7 * 5 * 4 and equal + near_ties == rows and wrong == 0
 
 
-@pytest.mark.parametrize("form", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
-def test_serving_step(processes: int, form: tuple[str, ...]) -> None:
-    """Mixed steps, of which some replay the graphs of earlier ones."""
+@pytest.mark.parametrize("options", [("--layout", "p128", "--tagged"), ("--layout", "p256", "--legacy")], ids=" ".join)
+def test_serving_step(processes: int, options: tuple[str, ...]) -> None:
+    """Mixed steps, some of which replay graphs that earlier steps captured."""
     sizes = ("--layers", 6, "--steps", 40, "--batch", 4, "--context", 9000, "--chunk", 1024, "--window", 400)
     script = EXAMPLES / "tp_serving_step.py"
-    run = run_example(script, *form, *sizes, processes=processes, backend="cake", seconds=120)
+    run = run_example(script, *options, *sizes, processes=processes, backend="cake", seconds=120)
     assert run.status == 0, run.printed
     rows, equal, near_ties, wrong = run.checked
     assert rows > 1024 * 4 and equal + near_ties == rows and wrong == 0

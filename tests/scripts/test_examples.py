@@ -57,7 +57,7 @@ def test_decode(processes: int, form: tuple[str, ...]) -> None:
     rows = steps * layers * batch * NUM_HEADS
     assert run.checked == (rows, rows, 0, 0)
     assert f"-TP{processes}, {'legacy' if '--legacy' in form else 'tagged'} rows" in run.printed
-    assert "us a layer" in run.printed and "tokens/s" in run.printed
+    assert "us per layer" in run.printed and "tokens/s" in run.printed
 
 
 @pytest.mark.parametrize(("processes", "form"), [(2, ("--layout", "p256", "--tagged")), (2, ("--legacy",))])

@@ -42,7 +42,7 @@ def ranks_of(script: ModuleType, world_size: int, tagged: bool) -> list[Any]:
         max_decode_query_len=1,
         max_num_batched_tokens=TOKENS,
         max_num_seqs=TOKENS,
-        max_model_len=script.PLACES * world_size * BLOCK_TOKENS,
+        max_model_len=script.BLOCKS_PER_RANK * world_size * BLOCK_TOKENS,
         num_sparse_layers=script.PERIOD,
         backend="torch",
     )
