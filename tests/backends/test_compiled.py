@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.backends import calls
+from flashinfer_msa.abi import calls
 from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan

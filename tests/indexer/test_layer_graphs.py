@@ -572,7 +572,7 @@ def test_a_step_goes_on_after_its_graphs_went(fake_graphs: FakeGraphs, way: str)
         if layer == 0 and way == "clear":
             graphs.clear()
         elif layer == 0:
-            graphs._keep("another key", layer_graphs._KeyGraphs({}, {}, query))
+            graphs._store("another key", layer_graphs._KeyGraphs({}, {}, query))
 
     serving.step(graphs, decode=decode, run=between)
     evicted = 0 if way == "clear" else 2  # this key by the other, and the other by this
