@@ -143,6 +143,7 @@ def _register(
     name: str, run: Callable[..., None], parameters: list[inspect.Parameter], mutates: tuple[str, ...]
 ) -> None:
     """Register ``run`` as the operator ``name``, which writes the arguments ``mutates``."""
+    # A function has no such attribute for type checkers; `inspect.signature` reads it.
     run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(run, mutates_args=mutates, op_name=name)
     # Keep the strides of eager code: the kernels take pages with a pitch and slices of planes.

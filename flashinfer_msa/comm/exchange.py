@@ -18,7 +18,7 @@ def require_group(group: Any) -> dist.ProcessGroup:
             "group must be an initialized process group, was none: call torch.distributed.init_process_group first"
         )
     if group is None:
-        return dist.group.WORLD
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that this process is in, was {group!r}")
     try:

@@ -342,9 +342,10 @@ def _share_ipc(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[li
 
     def connect() -> None:
         for rank, handles in enumerate(exported):
-            if rank == indexer.rank:
+            handle = handles[indexer.rank]
+            if handle is None:  # this rank's own
                 continue
-            _, *memory, _ = handles[indexer.rank]
+            _, *memory, _ = handle
             # Open it on this rank's device, where its kernels run. No wait is needed: the exporter has synchronized.
             storage = torch.UntypedStorage._new_shared_cuda(indexer.device.index, *memory, False)
             storages[rank] = torch.empty(0, dtype=torch.int32, device=indexer.device).set_(storage)

@@ -107,7 +107,7 @@ accumulation
             batch=min(self.max_num_seqs, self.prefill_window_tokens()),  # empty segments need no storage
             device=self.device,
         )
-        int64 = {"dtype": torch.int64, "device": self.device}
+        int64: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         self._work_range = torch.zeros(self.max_prefill_windows, storage["work_range_numel"], **int64)
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)

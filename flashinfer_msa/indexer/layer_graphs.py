@@ -145,7 +145,7 @@ class MSAIcpLayerGraphs(NotCopied):
         self._captured.clear()
         self._seen.clear()
 
-    def _require_step(self, name: str, step: Any, kind: type) -> None:
+    def _require_step(self, name: str, step: Any, kind: type[MSAIcpPrefillStep | MSAIcpDecodeStep]) -> None:
         if step is None:
             return
         if not isinstance(step, kind):

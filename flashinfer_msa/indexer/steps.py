@@ -276,7 +276,7 @@ def _require_slot(slot: Any) -> None:
 
 def _record_all(chains: Iterable[Chain], limits: Limits, tokens: int) -> None:
     """Record chains with a valid query and valid keys, so that all other arguments are checked."""
-    e4m3 = {"dtype": torch.float8_e4m3fn, "device": limits.device}
+    e4m3: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "device": limits.device}
     query, keys = torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, limits.layout.rows, HEAD_DIM, **e4m3)
     for chain in chains:
         chain.record(query, keys)
