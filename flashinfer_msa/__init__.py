@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MiniMax-M3's index-context-parallel indexer as a ``cake`` backend for FlashInfer's ``msa_ops`` namespace.
 
-``flashinfer_msa.msa_ops`` holds the functions, ``flashinfer_msa.comm`` the receive storage, ``register`` puts the
-functions under ``flashinfer.msa_ops``, and ``last_fault`` tells what a wait that ran out was waiting for.
+``flashinfer_msa.msa_ops`` holds the functions and ``flashinfer_msa.comm`` the receive storage. ``register`` adds the
+functions to ``flashinfer.msa_ops``. ``last_fault`` returns the record of a wait that ran out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .version import __version__
 if TYPE_CHECKING:
     from . import comm, msa_ops
     from .integrations.flashinfer import Registration, register, registered, unregister
-    from .runtime.fault import Fault, last_fault
+    from .runtime.fault import Fault
+    from .runtime.native import last_fault
 
 __all__ = [
     "Fault",
@@ -31,12 +32,13 @@ __all__ = [
 
 _MODULE_OF = {
     **dict.fromkeys(("Registration", "register", "registered", "unregister"), ".integrations.flashinfer"),
-    **dict.fromkeys(("Fault", "last_fault"), ".runtime.fault"),
+    "Fault": ".runtime.fault",
+    "last_fault": ".runtime.native",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # The builder imports this package where torch is not installed, so nothing that needs torch is imported before use.
+    # The builder imports this package without torch, so modules that need torch are imported at first use.
     if name in ("comm", "msa_ops"):
         return importlib.import_module(f".{name}", __name__)
     if name in _MODULE_OF:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole, or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace ``path`` at once, so that no reader sees half a file; a failure leaves what was there."""
+    """Replace ``path`` atomically. No reader sees half a file, and a failed call leaves the old file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index-K layouts of index context parallelism, and the sizes of the model and the protocol.
 
-This is the only place that knows how a page of index keys is cut over ranks. The device header
-``templates/layout.cuh`` is rendered from the same objects, and the launcher is told the numbers at load time.
+Only this module knows how the ranks share a page of index keys. The device header ``templates/layout.cuh`` is rendered
+from the same objects. The launcher receives the numbers when it is loaded.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from dataclasses import dataclass, field
 HEAD_DIM = 128
 """Elements of one query or key vector."""
 NUM_HEADS = 4
-"""Index heads of the model; every rank holds the queries of all of them."""
+"""Index heads of the model. Every rank holds the queries of all heads."""
 BLOCK_TOKENS = 128
 """Context tokens in a B128 block, the unit that attention selects."""
 TOP_K = 16
 """Blocks selected per token and head."""
 MAX_BLOCKS = 8192
-"""Candidate blocks a token may have at most."""
+"""Maximum candidate blocks per token."""
 MAX_SCORE_COLUMNS = 12288
-"""Score planes handed to a selection are narrower than this."""
+"""A score plane that a selection reads has fewer columns than this."""
 NUM_SLOT_SETS = 3
-"""Receive slot sets that rotate over the layers of a step."""
+"""Receive slot sets. Successive layers use them in rotation."""
 ROW_WORDS = 33
 """int32 words of a carrier row or legacy receive row: 16 scores, 16 ids, one ready flag."""
 TAGGED_WORDS = 32
 """int64 words of a tagged receive row."""
 MAX_QUERY_LEN = 8
-"""Query tokens per request that one decode launch takes."""
+"""Maximum query tokens per request in a decode launch."""
 QUERY_TILE_ROWS = 8
 """Query rows, one per token and head, that the decode scorer multiplies together."""
 MAX_QUERY_TILES = MAX_QUERY_LEN * NUM_HEADS // QUERY_TILE_ROWS
 """Query tiles of a request at most; the decode scorer has a kernel for each number of them."""
 ITEM_TOKENS = 64
-"""Query tokens of one segment that a prefill work item scores together."""
+"""Query tokens of one segment that a prefill work item scores."""
 UNIT_BLOCKS = 4
-"""Blocks of an item that a prefill plan gives out at a time."""
+"""Blocks per work unit. A prefill plan divides items into units."""
 ITEM_UNITS = 2
-"""Units that an item costs beside those of its blocks: its queries are loaded, and its first keys waited for."""
+"""Units that stand for the start of an item: it loads its queries and waits for its first keys."""
 MAX_SEGMENTS = 65536
-"""Segments a prefill window may have."""
+"""Maximum segments per prefill window."""
 MAX_ITEMS = 65535
-"""Work items a prefill window may have."""
+"""Maximum work items per prefill window."""
 MAX_ITEM_BLOCKS = 65535
-"""Block columns a work item may have."""
+"""Maximum block columns per work item."""
 POOL_LISTS = 128
 """Lists of the 16 best keys that a row of the fused decode chain's pool has room for. The last counts the others."""
 POOL_ENTRY_BYTES = 8
@@ -56,7 +56,7 @@ ITEM_LIST_BYTES = ITEM_TOKENS * NUM_HEADS * TOP_K * POOL_ENTRY_BYTES
 PLAN_WORKSPACE_BYTES = 32 << 20
 """Scratch of the prefill planner."""
 MAX_FORCED_BLOCKS = TOP_K
-"""Forced blocks of a selection, first and last together."""
+"""Maximum forced blocks of a selection, first and last together."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ E4M3 = ElementType("e4m3", 1)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the keys of one page are cut over the ranks of a tensor-parallel group.
+    """How the ranks of a tensor-parallel group share the keys of one page.
 
-    Either the rows of a page are dealt out one by one (``interleaved``: local row ``i`` of page column ``c``
-    is global key ``page_size * c + world_size * i + rank``), or each rank holds one contiguous run of them
-    (global key ``page_size * c + rows * rank + i``).
+    With ``interleaved``, the ranks take the rows of a page one by one: local row ``i`` of page column ``c`` is global
+    key ``page_size * c + world_size * i + rank``. Otherwise, each rank holds a contiguous run of rows: local row ``i``
+    is global key ``page_size * c + rows * rank + i``.
     """
 
     page_size: int
@@ -153,7 +153,7 @@ WORLD_SIZES = tuple(sorted({layout.world_size for layout in LAYOUTS.values()}))
 
 
 def find_layout(page_size: int, world_size: int) -> Layout:
-    """Return the layout of a page size and world size; ``ValueError`` where there is none."""
+    """Return the layout of a page size and world size. Raise ``ValueError`` if there is none."""
     layout = LAYOUTS.get(f"p{page_size}_tp{world_size}")
     if layout is None:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank serves: its layout, its rank, and the limits that size its buffers, all checked once."""
+"""The serving limits of one rank: its layout, its rank and the sizes of its buffers. They are checked once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """The checked arguments of ``prepare_msa_icp_indexer``, as every layer of the code below it takes them.
+    """The checked arguments of ``prepare_msa_icp_indexer``. All code below the indexer takes this object.
 
-    ``arch`` is the architecture of the kernels that serve the device. ``exact`` says how prefill scorers sum products.
+    ``arch`` is the architecture of the kernels for the device. ``exact`` selects how prefill scorers sum products; see
+    ``flashinfer_msa.prefill.accumulation``.
     """
 
     layout: Layout
@@ -66,11 +67,11 @@ class Limits:
 
     @property
     def wait_ns(self) -> int:
-        """Nanoseconds after which a wait for a peer gives up, 0 for no limit."""
+        """Nanoseconds after which a wait for a peer gives up. 0 means no limit."""
         return 0 if self.wait_seconds is None else round(self.wait_seconds * 1e9)
 
     def comm_layout(self) -> dict[str, Any]:
-        """Where receive rows lie in this rank's storage; see ``msa_icp_comm_layout``."""
+        """Layout of the receive rows in this rank's storage; see ``msa_icp_comm_layout``."""
         return msa_icp_comm_layout(self.world_size, self.heads_per_rank, self.max_decode_tokens)
 
 
@@ -93,9 +94,9 @@ def check_limits(
     exact: bool,
     resolve_device: Callable[[], tuple[torch.device, str]],
 ) -> Limits:
-    """Check the serving limits of one rank; ``ValueError`` for the first that is out of range.
+    """Check the serving limits of one rank. Raise ``ValueError`` for the first limit that is out of range.
 
-    ``resolve_device`` returns the device and its architecture. It is called when all else is right.
+    ``resolve_device`` returns the device and its architecture. It is called after all other checks have passed.
     """
     layout = find_layout(require_page_size(page_size), require_world_size(world_size))
     require_int("num_index_heads", num_index_heads, NUM_HEADS, NUM_HEADS)

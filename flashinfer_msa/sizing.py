@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of buffers, from the limits a server states. Host arithmetic alone; re-exported by ``msa_ops``."""
+"""Buffer sizes, computed on the host from the limits of a server. ``msa_ops`` re-exports the public functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_WINDOW_TOKENS = 8192
-"""Query tokens of a prefill window at most."""
+"""Maximum query tokens per prefill window."""
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -34,12 +34,12 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def max_items(total_q: int, batch: int) -> int:
-    """Items of 64 query tokens that ``total_q`` tokens in ``batch`` segments make at most; empty segments make none."""
+    """Maximum number of 64-token items for ``total_q`` query tokens in ``batch`` segments. Empty segments have none."""
     return ceil_div(total_q, ITEM_TOKENS) + min(batch, total_q) - 1 if batch else 0
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` if it is an int in ``[low, high]``, else a ``ValueError`` that says so."""
+    """Return ``value`` if it is an integer in ``[low, high]``. Otherwise raise ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be an integer, was {value!r}")
     value = int(value)
@@ -50,12 +50,12 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> int
 
 
 def require_page_size(page_size: Any) -> int:
-    """A page size that has layouts."""
+    """Return ``page_size`` if a layout has it. Otherwise raise ``ValueError``."""
     return _require_one_of("page_size", page_size, PAGE_SIZES)
 
 
 def require_world_size(world_size: Any) -> int:
-    """A world size that has layouts."""
+    """Return ``world_size`` if a layout has it. Otherwise raise ``ValueError``."""
     return _require_one_of("world_size", world_size, WORLD_SIZES)
 
 
@@ -66,7 +66,7 @@ def _require_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> int:
 
 
 def require_device(device: Any) -> torch.device:
-    """A device as torch understands it."""
+    """Return ``device`` as a ``torch.device``. Raise ``ValueError`` if torch does not know it."""
     import torch
 
     try:
@@ -76,7 +76,7 @@ def require_device(device: Any) -> torch.device:
 
 
 def multiprocessor_count(device: torch.device | str | int | None) -> int:
-    """Streaming multiprocessors of a CUDA device; a CPU counts as one."""
+    """Number of streaming multiprocessors of a CUDA device. A CPU counts as one."""
     import torch
 
     resolved = require_device("cuda" if device is None else device)
@@ -99,14 +99,14 @@ def msa_icp_index_score_plan_storage(
     batch : int
         Segments of a window, at least 1.
     device : torch.device
-        Device of the plan; its multiprocessors count (a CPU has one).
+        Device of the plan. Its multiprocessors are counted; a CPU counts as one.
 
     Returns
     -------
     dict
-        ``work_range_numel`` (int64 elements of ``packed_work_range``): the multiprocessor count;
-        ``work_info_numel`` (int64 elements of ``packed_work_info``):
-        ``(ceil(total_q / 128) + batch - 1) * num_qo_heads``; ``workspace_bytes``: 32 MiB.
+        ``work_range_numel`` is the number of int64 elements of ``packed_work_range``: the multiprocessor count.
+        ``work_info_numel`` is the number of int64 elements of ``packed_work_info``:
+        ``(ceil(total_q / 128) + batch - 1) * num_qo_heads``. ``workspace_bytes`` is 32 MiB.
     """
     require_int("num_qo_heads", num_qo_heads, NUM_HEADS, NUM_HEADS)
     require_int("total_q", total_q, 1)
@@ -119,9 +119,9 @@ def msa_icp_index_score_plan_storage(
 
 
 def msa_icp_index_score_columns(max_seq_len: int, page_size: int) -> int:
-    """Score columns of a prefill window: ``ceil(max_seq_len / 128)``, and half of that, rounded up, for P256.
+    """Score columns of a prefill window: ``ceil(max_seq_len / 128)``, or half of that, rounded up, for 256-token pages.
 
-    ``max_seq_len`` is in tokens, ``page_size`` is 128 or 256.
+    ``max_seq_len`` is in tokens. ``page_size`` is 128 or 256.
     """
     require_int("max_seq_len", max_seq_len, 1)
     require_page_size(page_size)
@@ -131,8 +131,8 @@ def msa_icp_index_score_columns(max_seq_len: int, page_size: int) -> int:
 def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
     """Score columns of a decode step: ``min(8192, ceil(max_model_len / (4 * page_size)) * 4)``.
 
-    ``max_model_len`` is in tokens, ``page_size`` is 128 or 256. A column is a local page; rows are written four columns
-    at a time.
+    ``max_model_len`` is in tokens. ``page_size`` is 128 or 256. A column is a local page. Kernels write four columns at
+    a time.
     """
     require_int("max_model_len", max_model_len, 1)
     require_page_size(page_size)
@@ -140,7 +140,10 @@ def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
 
 
 def msa_icp_decode_pool_bytes(*, max_decode_tokens: int, num_heads: int = NUM_HEADS) -> int:
-    """Bytes of the fused decode chain's pool: 128 lists of 16 8-byte entries for each of ``tokens * heads`` rows."""
+    """Bytes of the fused decode chain's pool.
+
+    The pool has ``max_decode_tokens * num_heads`` rows, 128 lists per row, and 16 8-byte entries per list.
+    """
     require_int("max_decode_tokens", max_decode_tokens, 1)
     require_int("num_heads", num_heads, 1)
     return max_decode_tokens * num_heads * POOL_ROW_BYTES
@@ -151,9 +154,9 @@ def msa_icp_prefill_pool_bytes(
 ) -> int:
     """Bytes of the fused prefill chain's pool: ``(ceil(total_q / 64) + batch - 1 + SMs - 1) * 32 KiB``.
 
-    ``total_q`` query tokens in ``batch`` segments make at most ``ceil(total_q / 64) + batch - 1`` items of 64 tokens,
-    and every multiprocessor but one (of ``device``; a CPU has one) may split one more; 64 tokens x 4 heads x 16 8-byte
-    entries are 32 KiB.
+    ``total_q`` query tokens in ``batch`` segments make at most ``ceil(total_q / 64) + batch - 1`` items of 64 tokens.
+    Every multiprocessor of ``device`` but one may split one more item; a CPU counts as one multiprocessor. An item
+    takes 64 tokens x 4 heads x 16 8-byte entries, which are 32 KiB.
     """
     require_int("total_q", total_q, 1)
     require_int("batch", batch, 1)
@@ -162,7 +165,7 @@ def msa_icp_prefill_pool_bytes(
 
 
 def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:
-    """Where receive rows lie in one rank's storage, and the shapes of the counters.
+    """Layout of the receive rows in one rank's storage, and the shapes of the counters.
 
     Parameters
     ----------
@@ -171,7 +174,7 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
     heads_per_rank : int
         ``4 / world_size``.
     capacity : int
-        Token rows of a slot set, at least 1.
+        Token rows per slot set, at least 1.
 
     Returns
     -------
@@ -179,13 +182,13 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
         ``storage_words`` (int32 words of the allocation), ``legacy_offset_bytes`` (0), ``legacy_shape`` (int32
         ``[3, W, hpr, capacity, 33]``), ``tagged_offset_bytes``, ``tagged_shape`` (int64 ``[3, W, hpr, capacity, 32]``),
         ``generations_shape`` (int32 ``[3, W * hpr, capacity]``) and ``expected_shape`` (int32 ``[3, hpr, capacity]``).
-        Legacy rows come first, tagged rows right after them.
+        Legacy rows come first. Tagged rows follow them directly.
     """
     world_size = require_world_size(world_size)
     require_int("heads_per_rank", heads_per_rank, NUM_HEADS // world_size, NUM_HEADS // world_size)
     require_int("capacity", capacity, 1)
     rows = NUM_SLOT_SETS * world_size * heads_per_rank * capacity
-    legacy_words = rows * ROW_WORDS  # an even number, so that the tagged rows are aligned
+    legacy_words = rows * ROW_WORDS  # always even, so the tagged rows are aligned to 8 bytes
     return {
         "storage_words": legacy_words + rows * TAGGED_WORDS * 2,
         "legacy_offset_bytes": 0,

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the package, stated once."""
+"""The version of the package."""
 
 __version__ = "0.1.0"

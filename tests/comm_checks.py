@@ -408,7 +408,7 @@ def closing(rank: int, setup: Setup) -> None:
         decode_layers([Rank(indexer, again)], True, layers=4)
     assert again.closed
 
-    # Nobody waits for a rank that leaves by an exception.
+    # The others do not wait for a rank that raises.
     begin = time.monotonic()
     try:
         with setup.comm(indexer) as third:
@@ -522,11 +522,11 @@ def exchange_refuses(rank: int) -> None:
         (wide[:, :5], received, r"send must be contiguous, had strides \(297, 33, 1\): .*flatten\(\)\[:660\]\.view"),
         (send, wide[:, :5].unflatten(0, received.shape[:2]), "received must be contiguous, had strides"),
         (send, received.to("meta"), "received must be on cpu like send, was on meta"),
-        (send, send.view(received.shape), "received must be memory of its own, overlapped send"),
+        (send, send.view(received.shape), "received must have memory of its own, overlapped send"),
         (
             overlapping[100 : 100 + send.numel()].view(send.shape),
             overlapping[: send.numel()].view(received.shape),
-            "received must be memory of its own, overlapped send",
+            "received must have memory of its own, overlapped send",
         ),
     ]
     for bad_send, bad_received, says in cases:

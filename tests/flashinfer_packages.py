@@ -53,7 +53,7 @@ def run_python(*arguments: object, version: str | None = None, seconds: int = 30
             [sys.executable, *map(str, arguments)],
             env={
                 **{name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_")},
-                "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT, ROOT / "tests"])),
+                "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT, ROOT / "tests", ROOT / "tests" / "backends"])),
                 "OMP_NUM_THREADS": "1",
                 "FLASHINFER_WORKSPACE_BASE": cache,
                 **environment,

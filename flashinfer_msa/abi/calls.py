@@ -273,7 +273,9 @@ class PrefillScore(NamedTuple):
     enable_pdl: bool
     exact: bool
 
-    arguments = _with_plan_arguments
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return _with_plan_arguments(self)
 
 
 class SelectPrefill(NamedTuple):
@@ -306,7 +308,9 @@ class PrefillScoreSelect(NamedTuple):
     enable_pdl: bool
     exact: bool
 
-    arguments = _with_plan_arguments
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return _with_plan_arguments(self)
 
 
 class PrefillLocal(NamedTuple):
@@ -329,7 +333,9 @@ class PrefillLocal(NamedTuple):
     short_scratch: Annotated[Tensor | None, DenseTensor(FLOAT32, 3)]
     exact: bool
 
-    arguments = _with_plan_arguments
+    def arguments(self) -> tuple[Any, ...]:
+        """What the launcher takes."""
+        return _with_plan_arguments(self)
 
     def of_step(self, query: Any, index_k: Any, first_token: int) -> PrefillLocal:
         """The call with keys and a step's query, in which the window's tokens begin at ``first_token``."""
@@ -345,6 +351,7 @@ class PrefillLocal(NamedTuple):
             scratch = self.short_scratch
             if scratch is None or tokens > scratch.shape[0] or columns > scratch.shape[2]:
                 return None
+        assert scratch is not None  # the launcher has checked it
         return scratch[:tokens, :, :columns]
 
 

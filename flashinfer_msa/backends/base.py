@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend does."""
+"""The protocols of a backend."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from .storage import CheckedStorage, StorageTable
 
 
 class Chain(Protocol):
-    """A chain of launches with everything bound but its query and keys."""
+    """A chain of launches with all arguments bound except query and keys."""
 
     def record(self, index_q: torch.Tensor | None, index_k: torch.Tensor | None) -> None:
-        """Check everything and remember the launches; launch nothing."""
+        """Check all arguments and store the launches. Launch nothing."""
 
     def runner(self, first: int, end: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        """What launches number ``first`` to ``end`` with a query and keys like the recorded ones.
+        """A function that runs launches ``first`` to ``end``, for a query and keys like those of :meth:`record`.
 
-        :func:`flashinfer_msa.runtime.native.invoke` calls it and explains its errors.
+        Call it with :func:`flashinfer_msa.runtime.native.invoke`, which explains its errors.
         """
 
     def run_bound(self, first: int, end: int) -> None:
-        """Launch number ``first`` to ``end``, which read neither query nor keys."""
+        """Run launches ``first`` to ``end``, which read neither query nor keys."""
 
     def first_difference(self, index_q: torch.Tensor, index_k: torch.Tensor) -> int:
-        """The first launch that differs from the full path's with the arguments of now, or -1."""
+        """Index of the first launch that differs from the full path's launch with the current arguments, or -1."""
 
 
 class Operations(Protocol):
-    """Every operation that launches. Each checks its call before it does anything."""
+    """Every operation that launches. Each operation checks its call first."""
 
     name: str
 
@@ -64,7 +64,7 @@ class Operations(Protocol):
         """Run the indexer's decode chain, or one half of it, on the receive storage ``comm``."""
 
     def prefill_plan(self, call: PrefillPlan) -> None:
-        """Cut a prefill window's work into ranges."""
+        """Divide a prefill window's work into ranges."""
 
     def prefill_score(self, call: PrefillScore) -> None:
         """Score local keys of a prefill window per page column or block."""
@@ -83,34 +83,34 @@ class Operations(Protocol):
 
 
 class Backend(Operations, Protocol):
-    """One implementation of every operation, and what else depends on it."""
+    """One implementation of every operation, and its properties."""
 
     default_device: str
-    """Type of the device that a call without one is for."""
+    """Type of the default device."""
 
     def can_capture(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold the launches on a device."""
 
     def resolve_device(self, device: Any) -> tuple[torch.device, str]:
-        """The device with its index filled in and the architecture that serves it; ``ValueError`` if it cannot."""
+        """The device with its index filled in, and its architecture. ``ValueError`` if it is not supported."""
 
     def kernels_identity(self, device: torch.device) -> str:
-        """A text that is equal where two ranks run the same code."""
+        """A string that is equal on two ranks if they run the same kernels."""
 
     def warmup(self, device: torch.device) -> None:
-        """Make everything that a call on ``device`` needs resident there."""
+        """Load all kernels that a call on ``device`` needs."""
 
     def check_receive_storage(self, fields: Sequence[torch.Tensor]) -> None:
-        """Refuse receive storage that is no memory to launch with."""
+        """Refuse receive storage whose memory a launch cannot use."""
 
     def decode_chain(self, storage: CheckedStorage, call: Decode) -> Chain:
-        """The indexer's decode chain, to be recorded."""
+        """The indexer's decode chain, not yet recorded."""
 
     def prefill_local_chain(self, call: PrefillLocal, tokens: int, first_token: int) -> Chain:
-        """A window's scorer and selection, to be recorded.
+        """A window's scorer and selection, not yet recorded.
 
-        The query of a run has ``tokens`` rows. The window's own begin at ``first_token``.
+        The query of a run has ``tokens`` rows. The window's rows begin at ``first_token``.
         """
 
     def prefill_merge_chain(self, call: PrefillMerge) -> Chain:
-        """The indexer's merge of an exchanged carrier, to be recorded."""
+        """The indexer's merge of an exchanged carrier, not yet recorded."""

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``torch.compile`` sees of a backend: a custom operator per operation. Eager calls do not pass through here.
+"""Custom operators for ``torch.compile``, one per operation of a backend. Eager calls do not use them.
 
-An operator ``flashinfer_msa::<name>`` takes the arguments of one call (``calls``), a plan as lists of its tensors and
-numbers, and says which of them it writes. It cannot say what it stores through addresses into receive rows. What
-keeps such calls in a graph, and in order, is an argument that they all write: ``errors`` for publishers and merges, and
-one word per device for the indexer's decode chains, so that ranks that share a process are in order too.
+An operator ``flashinfer_msa::<name>`` takes the arguments of one call (``calls``) and declares which of them it writes.
+A plan is passed as lists of its tensors and numbers. An operator cannot declare stores through addresses into receive
+rows. To keep such calls in a graph and in order, they all declare that they write one common argument. This is
+``errors`` for publishers and merges. It is one word per device for the indexer's decode chains, which also orders ranks
+that share a process.
 
-The indexer's receive rows are not arguments. Peers store into them at any time, and a compiler may give an operator a
-copy of an argument, which no peer's rows reach. Counters and ``errors``, which only this rank writes, are arguments.
+The indexer's receive rows are not arguments. A compiler may pass an operator a copy of an argument, and rows that peers
+store at any time would not reach the copy. Counters and ``errors`` are arguments, because only this rank writes them.
 """
 
 from __future__ import annotations
@@ -43,20 +44,21 @@ _COUNTERS = ("publish_generations", "expected_generations", "errors")
 
 _library = torch.library.Library("flashinfer_msa", "DEF")
 _operators: dict[str, tuple[Any, tuple[str, ...]]] = {}
-"""By name: an operator and the names of its arguments."""
+"""Operators and the names of their arguments, by name of the operator."""
 
 
 def mark_static(*owners: Any) -> None:
-    """Tell CUDA graph trees that tensors stay where they are, so that they are used in place and not copied.
+    """Tell CUDA graph trees that the addresses of tensors do not change, so that graphs use them without a copy.
 
-    ``torch.compile(mode="reduce-overhead")`` uses no CUDA graph for code that writes tensors which are neither marked
-    nor buffers of a module, and copies other inputs that are not, key caches among them, before every replay.
+    ``torch.compile(mode="reduce-overhead")`` uses no CUDA graph for code that writes a tensor, unless the tensor is
+    marked or is a buffer of a module. It copies all other unmarked inputs before every replay, including key caches.
+    Call this function before the first call of the compiled code. Call it again for tensors that are made later.
 
     Parameters
     ----------
     *owners
-        Tensors, lists or tuples of them, or objects whose attributes they are: an indexer, receive storage, a prefill
-        window's plan. Before the first call of the compiled code; tensors that are made later are marked again.
+        Tensors, lists or tuples of tensors, or objects with tensors as attributes: an indexer, receive storage, a
+        prefill window's plan.
 
     Raises
     ------
@@ -75,7 +77,7 @@ def mark_static(*owners: Any) -> None:
 
 
 class CompiledBackend:
-    """A backend's operations as operators."""
+    """A backend's operations as custom operators."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -115,7 +117,7 @@ class CompiledBackend:
         _call("msa_icp_prefill_score_select", call, self.name)
 
     def prefill_local(self, call: PrefillLocal) -> None:
-        # Without a pool the short scratch is not used, and need not be static.
+        # Without a pool, the short scratch is not used. Leaving it out means that it need not be marked static.
         _call("prefill_local", call if call.pool is not None else call._replace(short_scratch=None), self.name)
 
     def prefill_merge(self, call: PrefillMerge) -> None:
@@ -123,7 +125,7 @@ class CompiledBackend:
 
 
 def _call(operator: str, call: Any, backend: str) -> None:
-    """Call an operator with the arguments of a call."""
+    """Call an operator with the arguments of ``call``."""
     given = {**dict(zip(call._fields, call, strict=True)), "backend": backend}
     for name in ("plan", "window_plan"):
         if name in given:
@@ -140,10 +142,11 @@ def _call(operator: str, call: Any, backend: str) -> None:
 def _register(
     name: str, run: Callable[..., None], parameters: list[inspect.Parameter], mutates: tuple[str, ...]
 ) -> None:
-    """Make ``run`` the operator ``name``, which writes the arguments ``mutates``."""
+    """Register ``run`` as the operator ``name``, which writes the arguments ``mutates``."""
+    # A function has no such attribute for type checkers; `inspect.signature` reads it.
     run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(run, mutates_args=mutates, op_name=name)
-    # Strides as they are in eager code: pages with a pitch and slices of planes are what the kernels take.
+    # Keep the strides of eager code: the kernels take pages with a pitch and slices of planes.
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, lambda *args, **kwargs: None, "Meta")
@@ -160,7 +163,7 @@ def _hints(call: type[NamedTuple]) -> dict[str, Any]:
 
 
 def _define(name: str, call: type[Any], operation: str, *mutates: str) -> None:
-    """Make a backend's operation an operator with the arguments of its call, a plan as two lists, and the backend."""
+    """Register an operation as an operator of a call's arguments, with a plan as two lists, and of the backend."""
     parameters, plan_at = [], None
     for i, (field, kind) in enumerate(_hints(call).items()):
         if kind is MSAIcpScorePlan:
@@ -191,11 +194,11 @@ def _decode(storages: int, comm: int, order: Tensor, *arguments: Any) -> None:
             "comm must be known to the indexer before compiled code uses it, and be an object that can be weakly "
             "referenced: call check_comm(comm) once"
         )
-    # Replays of compiled code are not seen, whichever counters they use.
+    # Replays of compiled code are not seen, so the last slot set is unknown, whichever counters they use.
     table.find(storage).slots.note(None)
     counters = (publish_generations, expected_generations, errors)
     if any(getattr(storage, name) is not tensor for name, tensor in zip(_COUNTERS, counters, strict=True)):
-        # A compiler that does not write in place hands over copies, and copies them back.
+        # A compiler that does not write in place passes copies and copies them back.
         storage = ReceiveStorage(
             storage.recv, storage.tagged_recv, storage.recv_bases, storage.tagged_recv_bases, *counters
         )

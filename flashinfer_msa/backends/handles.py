@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators of compiled code are given in place of objects and of an order: integers, and a word per device."""
+"""Arguments of operators in compiled code: integer handles stand for objects, and a word per device keeps the order."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import torch
 
 UNKNOWN = -1
-"""Stands for no object."""
+"""The handle of no object."""
 
 _handles = itertools.count()
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def register_object(thing: Any) -> int:
-    """A new handle of ``thing``, valid as long as it lives; ``TypeError`` where it cannot be weakly referenced."""
+    """Make a handle of ``thing``, valid as long as it lives. ``TypeError`` if it cannot be weakly referenced."""
     handle = next(_handles)
     _objects[handle] = thing
     return handle
 
 
 def find_object(handle: int) -> Any:
-    """The object of a handle, None where it is gone."""
+    """The object of a handle, or None if it no longer exists."""
     return _objects.get(handle)
 
 
 class Order(torch.nn.Module):
-    """``word``, which every decode chain on a device counts as written, so that a compiler keeps their order.
+    """Holds ``word``. Every decode chain on a device declares a write of it, so a compiler preserves their order.
 
-    It is a buffer of a module, so compilers take its address as constant.
+    ``word`` is a buffer of a module, so compilers treat its address as constant.
     """
 
     word: torch.Tensor
@@ -44,5 +44,5 @@ class Order(torch.nn.Module):
 
 @functools.cache
 def order_of(device: torch.device) -> Order:
-    """The word of a device, the same for every indexer."""
+    """The order of a device, shared by all its indexers."""
     return Order(device)

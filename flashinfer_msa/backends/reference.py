@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The specification as code: every operation in plain torch, on any device.
 
-Nothing here is fast on purpose. A function may allocate and synchronize, and expects arguments that ``msa_ops`` has
-checked. ``T`` is a number of query tokens, ``K`` a number of score columns, ``R`` the key rows of a local page.
+The code is simple rather than fast. Functions may allocate and synchronize. They expect arguments that ``msa_ops`` has
+checked. ``T`` is the number of query tokens, ``K`` the number of score columns, and ``R`` the key rows of a local page.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from flashinfer_msa.runtime import shared
 from flashinfer_msa.runtime.fault import Fault
 
 _PAGES_PER_CHUNK = 1024
-"""Pages scored at once: at most 128 MiB of float64 keys."""
+"""Pages that are scored at once: at most 128 MiB of float64 keys."""
 _DOTS_PER_CHUNK = 1 << 26
-"""Dot products of a prefill window at once: at most 512 MiB of float64."""
+"""Dot products of a prefill window that are computed at once: at most 512 MiB of float64."""
 _FORCED, _CANDIDATE, _DROPPED = 0, 1, 2
-"""Classes of a selection; a lower one ranks first whatever its score."""
+"""Classes of a selection. A lower class ranks first, whatever the score."""
 _POLL_SECONDS = 50e-6
 """Pause between two polls of memory that another process writes."""
 
 
 class WaitLimit(NamedTuple):
-    """When a wait for another process gives up: after so many polls, or where ``seconds`` are given after those."""
+    """Limit of a wait for another process: ``seconds`` if given, otherwise the number of polls."""
 
     polls: int
     seconds: float | None = None
@@ -64,8 +64,8 @@ def decode_index_score(
     """Score the local keys of every page column for the last ``decode_query_len`` tokens of each request.
 
     ``index_q`` e4m3 ``[T, 4, 128]``, ``index_k`` e4m3 ``[pages, R, 128]``, ``block_table`` int32 ``[B, columns]``,
-    ``seq_lens`` int32 ``[B]``, ``score_out`` float32 ``[T, 4, K]`` with ``T == B * decode_query_len``. Of a request's
-    rows, the columns of the pages that its keys fill, rounded up to a multiple of 4, are written and no others.
+    ``seq_lens`` int32 ``[B]``, ``score_out`` float32 ``[T, 4, K]`` with ``T == B * decode_query_len``. In a request's
+    rows, only the columns of the pages that hold its keys, rounded up to a multiple of 4, are written.
     """
     page, columns = layout.page_size, score_out.shape[-1]
     keys_covered = page * min(columns, block_table.shape[1])
@@ -81,13 +81,13 @@ def decode_index_score(
         query_position = seq_len - decode_query_len + torch.arange(decode_query_len, device=index_q.device)
         for start in range(0, pages, _PAGES_PER_CHUNK):
             stop = min(start + _PAGES_PER_CHUNK, pages)
-            # Few backends index float8, so the gather is one of bytes.
+            # Few backends can index float8, so gather bytes.
             keys = index_k.view(torch.uint8)[block_table[request, start:stop].long()].view(index_k.dtype)
             # Exact: a product has 8 significant bits, and 128 of them span fewer than the 53 of a float64.
             dots = (query @ keys.reshape(-1, HEAD_DIM).double().T).float()
             dots = dots.view(decode_query_len, NUM_HEADS, stop - start, layout.rows)
             key_position = page * torch.arange(start, stop, device=index_q.device)[:, None] + row_position
-            # Query positions end below seq_len, and where the length was clamped, so do the pages.
+            # The length needs no check: query positions are below seq_len, and a clamped length limits the pages.
             unseen = key_position > query_position[:, None, None]
             ignored = unseen[:, None] | dots.isnan()
             # Adding zero turns -0.0 into +0.0.
@@ -109,9 +109,9 @@ def prefill_index_score(
     """Score the local keys of every page column, or of every block, for the tokens of a window.
 
     ``q`` e4m3 ``[T, 4, 128]``, ``k`` e4m3 ``[pages, R, 128]``, ``block_table`` int32 ``[B, columns]``, ``max_score``
-    float32 ``[T, 4, K]``. A column is one of ``plan.columns`` blocks, or with ``compact`` a page. Of a token's rows the
-    columns are written whose blocks hold a key that it sees: blocks of other ranks as ``-inf``. ``initialize`` writes
-    ``-inf`` everywhere first.
+    float32 ``[T, 4, K]``. A column is one of ``plan.columns`` blocks, or with ``compact`` a page. In a token's rows,
+    the columns are written whose blocks hold a key that the token sees; blocks of other ranks get ``-inf``.
+    ``initialize`` writes ``-inf`` everywhere first.
     """
     if initialize:
         max_score.fill_(-torch.inf)
@@ -131,7 +131,7 @@ def prefill_index_score(
         chunk = max(_DOTS_PER_CHUNK // max(len(query) * layout.rows, 1), 1)
         for start in range(0, pages, chunk):
             stop = min(start + chunk, pages)
-            # Few backends index float8, so the gather is one of bytes.
+            # Few backends can index float8, so gather bytes.
             keys = k.view(torch.uint8)[block_table[segment, start:stop].long()].view(k.dtype)
             # Exact: a product has 8 significant bits, and 128 of them span fewer than the 53 of a float64.
             dots = (query @ keys.reshape(-1, HEAD_DIM).double().T).float()
@@ -162,7 +162,7 @@ def select_prefill(
     index_scale: int,
     index_offset: int,
 ) -> None:
-    """Select as ``select_rows`` into the carrier int32 ``[4, T, 33]``, whose last word, the ready flag, becomes 1."""
+    """Write the rows of ``select_rows`` to the carrier, int32 ``[4, T, 33]``. The last word, the ready flag, is 1."""
     words = select_rows(
         scores,
         num_valid_pages,
@@ -188,9 +188,9 @@ def prefill_score_select(
     force_begin_blocks: int,
     force_end_blocks: int,
 ) -> None:
-    """Score as ``prefill_index_score`` and select as ``select_prefill``, with no score rows of the caller's.
+    """Score as ``prefill_index_score`` and select as ``select_prefill``, without score rows of the caller.
 
-    Candidates are the columns of ``plan.columns`` blocks, at most 8192; those without a visible key score ``-inf``.
+    Candidates are the columns of ``plan.columns`` blocks, at most 8192. Columns without a visible key score ``-inf``.
     """
     scale, offset = layout.index_scale, layout.index_offset(rank)
     columns = math.ceil((min(plan.columns, MAX_BLOCKS) - offset) / scale)
@@ -218,24 +218,24 @@ def select_rows(
 ) -> torch.Tensor:
     """Return the 16 best blocks of each row of ``scores`` float32 ``[T, 4, K]`` as int32 ``[T, 4, 32]``.
 
-    Words 0..15 are raw score bits and words 16..31 global block ids, ascending by id; unused places are ``(-inf, -1)``
-    at the end. ``num_valid_pages`` int32 ``[T]`` counts the global blocks that each token sees.
+    Words 0..15 are raw score bits and words 16..31 are global block ids, ascending by id. Unused entries are
+    ``(-inf, -1)`` at the end. ``num_valid_pages`` int32 ``[T]`` counts the global blocks that each token sees.
     """
     ids = index_offset + index_scale * torch.arange(scores.shape[-1], device=scores.device)
     valid = num_valid_pages.long()[:, None, None]
     classes = _classes(ids, valid, force_begin_blocks, force_end_blocks).expand(scores.shape)
     best = _ranking(_sort_key(scores), classes)[..., :TOP_K]
     chosen = classes.gather(-1, best) != _DROPPED
-    # Columns ascend with ids: sorting the chosen columns sorts the row, with the unused places pushed to the end.
+    # Columns ascend with ids, so sorting the chosen columns sorts the row and moves unused entries to the end.
     best, order = best.masked_fill(~chosen, scores.shape[-1]).sort(dim=-1)
     chosen = chosen.gather(-1, order)
     best = best.masked_fill(~chosen, 0)
     rows = torch.empty(*scores.shape[:-1], 2, TOP_K, dtype=torch.int32, device=scores.device)
     rows[..., 0, :] = torch.tensor(-torch.inf, dtype=torch.float32, device=rows.device).view(torch.int32)
     rows[..., 1, :] = -1
-    places = best.shape[-1]
-    rows[..., 0, :places] = torch.where(chosen, scores.view(torch.int32).gather(-1, best), rows[..., 0, :places])
-    rows[..., 1, :places] = torch.where(chosen, ids[best].int(), rows[..., 1, :places])
+    count = best.shape[-1]
+    rows[..., 0, :count] = torch.where(chosen, scores.view(torch.int32).gather(-1, best), rows[..., 0, :count])
+    rows[..., 1, :count] = torch.where(chosen, ids[best].int(), rows[..., 1, :count])
     return rows.flatten(-2)
 
 
@@ -260,9 +260,9 @@ def topk_select_publish(
     """Select as ``select_rows`` and store each row in the receive rows of the rank that owns its head.
 
     ``recv_bases`` int64 ``[W]`` holds the address of every rank's legacy rows int32 ``[3, W, hpr, capacity, 33]``, or,
-    with ``generations`` int32 ``[3, 4, capacity]``, of its tagged rows int64 ``[3, W, hpr, capacity, 32]``. A legacy
-    row that its owner does not release raises before anything is written: after ``limit`` where the owner may be
-    another process, at once where it cannot.
+    with ``generations`` int32 ``[3, 4, capacity]``, of its tagged rows int64 ``[3, W, hpr, capacity, 32]``. If an owner
+    does not release a legacy row, this raises ``RuntimeError`` before anything is written: after ``limit`` if the owner
+    may be another process, otherwise at once.
     """
     words = select_rows(
         scores,
@@ -285,7 +285,7 @@ def topk_select_publish(
         counters += 1
         words = _tag(words, counters.unflatten(0, (world_size, heads_per_rank)))
         for rows, payload in zip(received, words, strict=True):
-            rows.copy_(payload)  # stores of 8 aligned bytes or more: no reader sees half a word
+            rows.copy_(payload)  # stores are at least 8 aligned bytes, so no reader sees half a word
         return
     flags = [rows[..., -1] for rows in received]
     _wait(
@@ -317,13 +317,13 @@ def merge_candidates(
     slot: int | None = None,
     limit: WaitLimit = _ONE_POLL,
 ) -> None:
-    """Merge the rows that ``W`` ranks sent for the heads owned here into the 16 best blocks of each.
+    """Merge the rows that ``W`` ranks sent for the heads owned here into the 16 best blocks of each head.
 
     ``recv_slot`` is one slot set: int32 ``[W, hpr, capacity, 33]``, or int64 ``[W, hpr, capacity, 32]`` with
     ``expected_generations`` int32 ``[hpr, capacity]``. ``output`` int32 ``[T, hpr, 16]`` gets ids in ascending order
-    and a tail of -1. A row that does not arrive raises before anything is written: after ``limit`` where its source may
-    be another process, at once where it cannot. ``prefill`` reads an exchanged carrier, whose flags mean nothing;
-    ``errors`` may be None then.
+    and a tail of -1. If a row does not arrive, this raises ``RuntimeError`` before anything is written: after ``limit``
+    if its source may be another process, otherwise at once. With ``prefill``, ``recv_slot`` is an exchanged carrier:
+    its flags are ignored, and ``errors`` may be None.
     """
     tokens = num_valid_pages.numel()
     rows = recv_slot[:, :, :tokens]
@@ -336,7 +336,7 @@ def merge_candidates(
     scores = words[..., :TOP_K].view(torch.float32).permute(2, 1, 0, 3).flatten(-2)
     ids = words[..., TOP_K : 2 * TOP_K].permute(2, 1, 0, 3).flatten(-2).long()
     key = _sort_key(scores)
-    # Ascending ids with the best score of each first: equal neighbours are the duplicates.
+    # Sort by id, with the best score of each id first. All but the first of equal neighbours are duplicates.
     order = _ranking(key, ids)
     ids, key = ids.gather(-1, order), key.gather(-1, order)
     classes = _classes(ids, num_valid_pages.long()[:, None, None], init_blocks, local_blocks)
@@ -364,9 +364,9 @@ def require_rows(
     but_of: int | None = None,
     limit: WaitLimit = _ONE_POLL,
 ) -> None:
-    """Wait until every row is there: ``rows`` ``[W, hpr, T, words]``, ``expected`` the counters of tagged ones.
+    """Wait until every row of ``rows`` ``[W, hpr, T, words]`` has arrived.
 
-    ``but_of`` is a rank whose rows may still come.
+    ``expected`` are the counters of tagged rows, None for legacy rows. Rows of rank ``but_of`` are not waited for.
     """
 
     def missing() -> torch.Tensor:
@@ -384,25 +384,25 @@ def require_rows(
 
 
 def _classes(ids: torch.Tensor, valid: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Class of each block id: the ``first`` and ``last`` of the ``valid`` blocks are forced, ids beyond are dropped."""
+    """Class of each block id. The ``first`` and ``last`` of the ``valid`` blocks are forced. Ids beyond are dropped."""
     forced = (ids < first) | (ids >= valid - last)
     dropped = (ids < 0) | (ids >= valid.clamp(max=MAX_BLOCKS))
     return torch.where(dropped, _DROPPED, torch.where(forced, _FORCED, _CANDIDATE))
 
 
 def _sort_key(scores: torch.Tensor) -> torch.Tensor:
-    """Scores as they compare: NaN as -inf, and -0.0 equal to +0.0."""
+    """Scores to compare: NaN becomes -inf, and -0.0 becomes +0.0."""
     return scores.masked_fill(scores.isnan(), -torch.inf) + 0.0
 
 
 def _ranking(key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Indices that order the last axis by class, then key descending, then place."""
+    """Indices that order the last axis by class, then key descending, then index."""
     by_key = key.sort(dim=-1, descending=True, stable=True).indices
     return by_key.gather(-1, classes.gather(-1, by_key).sort(dim=-1, stable=True).indices)
 
 
 def _tag(words: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
-    """Tagged words int64 ``[..., 32]`` of int32 words ``[..., 32]`` and generations ``[...]``."""
+    """Combine int32 words ``[..., 32]`` and generations ``[...]`` into tagged words int64 ``[..., 32]``."""
     return generations.long()[..., None] << 32 | words.long() & 0xFFFFFFFF
 
 
@@ -422,9 +422,10 @@ def _wait(
     rank: int | None,
     slot: int | None,
 ) -> None:
-    """Return once no row ``[peer, head, token]`` is missing; count and raise a wait that gives up.
+    """Return once no row ``[peer, head, token]`` is missing. A wait that gives up is counted and raises.
 
-    Unless other processes write the rows, nothing can satisfy a wait in here: it gives up after one look.
+    Unless other processes write the rows (``by_others``), no row can arrive during the wait, so it gives up after one
+    poll.
     """
     begin, polls = time.monotonic(), 0
     while True:
@@ -446,7 +447,7 @@ def _wait(
 
 
 class _DeviceMemory:
-    """Device memory at an address, in the form torch imports without a copy."""
+    """Device memory at an address, which torch imports without a copy."""
 
     def __init__(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -458,10 +459,10 @@ class _DeviceMemory:
 
 
 def _rows_at(address: int, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
-    """Return the integer tensor that lies at an address of this process; the caller keeps its memory alive."""
+    """Return the integer tensor at an address of this process. The caller must keep its memory alive."""
     mapped = shared.find(address)
     if mapped is not None:
-        # A peer's device memory, which torch would take for a tensor on the peer's device.
+        # This is a peer's device memory. torch would make it a tensor on the peer's device.
         begin = address - mapped.data_ptr()
         rows = mapped.view(torch.uint8)[begin : begin + math.prod(shape) * dtype.itemsize]
         return rows.view(dtype).view(*shape)

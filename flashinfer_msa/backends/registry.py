@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends by name."""
+"""Finds backends by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _backends: dict[str, Backend] = {}
 
 
 def find_eager_backend(name: Any) -> Backend:
-    """The backend of a name, which checks and launches at once; ``ValueError`` for one that does not exist."""
+    """The backend with this name, whose operations run eagerly. ``ValueError`` if there is none."""
     backend = _backends.get(name) if isinstance(name, str) else None
     return _make_backend(name) if backend is None else backend
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage as the decode chain takes it: its fields, checked once, and the slot set it used last."""
+"""Receive storage of the decode chain: its fields are checked once, and its last slot set is recorded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .handles import UNKNOWN, find_object, order_of, register_object
 
 
 def require_receive_storage(comm: Any, layout: dict[str, Any], world_size: int, device: torch.device) -> ReceiveStorage:
-    """Return the fields of ``comm``; ``ValueError`` unless they are those of ``layout``, a ``msa_icp_comm_layout``."""
-    # Per field the dtype, and a shape unless any 1-D one will do.
+    """Return the fields of ``comm``. ``ValueError`` unless they match ``layout``, a ``msa_icp_comm_layout``."""
+    # The dtype and shape of each field. None allows any 1-D shape with at least one element.
     wanted: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
         "recv": (torch.int32, layout["legacy_shape"]),
         "tagged_recv": (torch.int64, layout["tagged_shape"]),
@@ -58,10 +58,10 @@ def require_receive_storage(comm: Any, layout: dict[str, Any], world_size: int, 
 
 
 class SlotHistory:
-    """The slot set that the last layer with tagged rows used, None where that is not known.
+    """Records the slot set of the last layer with tagged rows. It is None if unknown.
 
-    Two uses of a slot set must be at least two sparse layers apart. Whatever is launched again without being seen here,
-    by a replayed graph or by compiled code, makes the last slot set unknown.
+    Two uses of a slot set must be at least two sparse layers apart. Replayed graphs and compiled code launch layers
+    that are not seen here, and so make the last slot set unknown.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -71,7 +71,7 @@ class SlotHistory:
         self._captured = False
 
     def require(self, slot: Any, tagged: Any) -> None:
-        """Refuse tagged rows where the slot set to publish into (None for no publish) is that of the layer before."""
+        """Refuse tagged rows in the slot set of the layer before. ``slot`` is None if nothing is published."""
         if tagged is False:
             return
         if tagged is not True:
@@ -82,7 +82,7 @@ class SlotHistory:
                 "uses of a slot set must be at least two layers apart"
             )
         if slot == self._last and slot is not None and isinstance(slot, (int, numbers.Integral)):
-            # A replay of a captured layer is not seen, so what it used is not known outside a capture.
+            # Replays of a captured layer are not seen, so outside a capture the last slot set is unknown.
             if self._captured and not self._is_capturing():
                 return
             raise ValueError(
@@ -91,16 +91,16 @@ class SlotHistory:
             )
 
     def note(self, slot: int | None) -> None:
-        """Remember the slot set of a layer with tagged rows that has been launched, or with None forget it."""
+        """Record the slot set of a launched layer with tagged rows. None makes it unknown."""
         self._last, self._captured = slot, self._is_capturing()
 
     def note_replay(self, slot: int) -> None:
-        """Remember the slot set of a layer that a replay has launched, which is never part of a capture."""
+        """Record the slot set of a layer that a replay has launched. A replay is never part of a capture."""
         self._last, self._captured = slot, False
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture a layer inside. A capture uses no slot set: each replay does, and notes it."""
+        """Capture a layer inside. The capture uses no slot set; each replay does and notes it."""
         last = self._last, self._captured
         self.note(None)
         try:
@@ -119,13 +119,13 @@ class CheckedStorage:
     Attributes
     ----------
     limits : Limits
-        The indexer's.
+        The indexer's limits.
     fields : ReceiveStorage
-        The fields as they were checked.
+        The checked fields.
     state : torch.Tensor
-        int64, in host memory: ``ChainState`` as the launcher takes it.
+        int64, in host memory: the ``ChainState`` that the launcher takes.
     slots : SlotHistory
-        Shared by all storage with the same counters.
+        The history, shared by all storage with the same counters.
     """
 
     limits: Limits
@@ -140,13 +140,13 @@ class StorageTable:
     Attributes
     ----------
     handle : int
-        What compiled code knows the table by, since an operator takes no objects.
+        Handle of the table in compiled code, because an operator cannot take objects.
     order : Order
-        What keeps the decode chains of the device in order there.
+        Keeps the decode chains of the device in order in compiled code.
     """
 
     def __init__(self, limits: Limits, check_memory: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """``check_memory`` refuses fields that are no memory to launch with."""
+        """``check_memory`` refuses fields whose memory a launch cannot use."""
         self.limits = limits
         self.handle = register_object(self)
         self.order = order_of(limits.device)
@@ -157,7 +157,7 @@ class StorageTable:
         self._handles: dict[int, int] = {}
 
     def find(self, comm: Any) -> CheckedStorage:
-        """The checked storage of ``comm``, which is checked unless it is the one that was checked last."""
+        """The checked storage of ``comm``. It is checked unless its fields are those that were checked last."""
         recv, tagged_recv, recv_bases, tagged_recv_bases, publish, expected, errors = self._fields
         try:
             if (
@@ -172,15 +172,15 @@ class StorageTable:
                 assert self._latest is not None
                 return self._latest
         except AttributeError:
-            pass  # the check says which field is missing
+            pass  # check() names the missing field
         return self.check(comm)
 
     def run(self, comm: Any, call: Decode, launch: Callable[[CheckedStorage, Decode], None]) -> None:
-        """Launch a decode call on ``comm``, between the check and the note of its slot set."""
+        """Check the slot set of a decode call, launch it on ``comm``, and record the slot set."""
         storage = self.find(comm)
         storage.slots.require(call.slot if call.publishes else None, call.tagged)
         launch(storage, call)
-        if call.publishes and call.tagged and call.num_valid_pages.shape[0]:  # else no row was published
+        if call.publishes and call.tagged and call.num_valid_pages.shape[0]:  # otherwise no row was published
             storage.slots.note(call.slot)
 
     def check(self, comm: Any) -> CheckedStorage:
@@ -195,12 +195,12 @@ class StorageTable:
         return self._latest
 
     def forget(self, comm: Any) -> None:
-        """Keep no tensor of ``comm`` alive, which is about to be closed."""
+        """Drop all references to the tensors of ``comm``, which is about to be closed."""
         if self._latest is not None and self._latest.fields.recv is comm.recv:
             self._latest, self._fields = None, [object()] * len(ReceiveStorage._fields)
 
     def handle_of(self, comm: Any) -> int:
-        """What compiled code knows ``comm`` by, ``UNKNOWN`` for storage that was never checked."""
+        """Handle of ``comm`` in compiled code, or ``UNKNOWN`` if it was never checked."""
         return self._handles.get(id(comm), UNKNOWN)
 
     def _register(self, comm: Any) -> None:
@@ -209,11 +209,11 @@ class StorageTable:
         try:
             self._handles[id(comm)] = register_object(comm)
         except TypeError:
-            self._handles.pop(id(comm), None)  # its end could not be noticed, nor that its id then belongs to another
+            self._handles.pop(id(comm), None)  # without a weak reference, a reused id would go unnoticed
 
 
 def _chain_state(limits: Limits, fields: ReceiveStorage) -> torch.Tensor:
-    """What the launcher takes of an indexer and its receive storage."""
+    """The numbers and addresses of an indexer and its receive storage, packed for the launcher."""
     addresses = {name: field.data_ptr() for name, field in fields._asdict().items()}
     return ChainState(
         device=-1 if limits.device.index is None else limits.device.index,

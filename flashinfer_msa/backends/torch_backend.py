@@ -172,6 +172,7 @@ class TorchBackend:
                 reference.require_rows(rows, counters, fields.errors, but_of=limits.rank, **common)
             self._publish(storage, call, **common)
         if call.merges:
+            assert call.output is not None  # the launcher has checked it
             reference.merge_candidates(
                 recv,
                 call.num_valid_pages,
@@ -186,6 +187,9 @@ class TorchBackend:
 
     def _publish(self, storage: CheckedStorage, call: Decode, **common: Any) -> None:
         limits, fields = storage.limits, storage.fields
+        # The launcher has checked these.
+        assert call.index_q is not None and call.index_k is not None
+        assert call.block_table is not None and call.seq_lens is not None
         if call.pool is not None or call.scores is None:
             scores = _score_plane(call.index_q, call.block_table)
         else:

@@ -445,7 +445,7 @@ def _self_test(*devices: str) -> Iterator[Finding]:
     import torch
 
     from ..layout import LAYOUTS
-    from ..runtime.fault import last_fault
+    from ..runtime.native import last_fault
     from ..testing.problems import Comparison
     from .demo import Demo, run_layout
 

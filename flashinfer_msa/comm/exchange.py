@@ -12,13 +12,13 @@ from ..layout import NUM_HEADS, ROW_WORDS, WORLD_SIZES
 
 
 def require_group(group: Any) -> dist.ProcessGroup:
-    """The process group, which this process is in."""
+    """Return a process group that this process is in, the default group for None. Otherwise raise ``ValueError``."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "group must be an initialized process group, was none: call torch.distributed.init_process_group first"
         )
     if group is None:
-        return dist.group.WORLD
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that this process is in, was {group!r}")
     try:
@@ -29,26 +29,28 @@ def require_group(group: Any) -> dist.ProcessGroup:
 
 
 def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Bring every rank the carrier rows of its heads: the all-to-all between ``prefill_local`` and ``prefill_merge``.
+    """Send every rank the carrier rows of its heads: the all-to-all between ``prefill_local`` and ``prefill_merge``.
 
-    Rows ``send[h]`` go to rank ``h // heads_per_rank``; ``received[s]`` is what rank ``s`` sent. Runs on the current
-    stream, without a synchronization of the host. A CUDA graph may capture it after it has run once on the group, on
-    all ranks alike, and is freed before the group is destroyed, which would wait for it forever.
+    Rows ``send[h]`` go to rank ``h // heads_per_rank``. ``received[s]`` holds the rows from rank ``s``. The exchange
+    runs on the current stream and does not synchronize the host. A CUDA graph may capture it, on all ranks alike, after
+    it has run once on the group. Free the graph before the group is destroyed: ``destroy_process_group`` would wait for
+    it forever.
 
     Parameters
     ----------
     send : torch.Tensor
-        int32 ``[4, T, 33]``, contiguous: this rank's carrier. The same ``T`` on every rank; nothing is sent if it is 0.
+        int32 ``[4, T, 33]``, contiguous: this rank's carrier. ``T`` is the same on every rank. If it is 0, nothing is
+        sent.
     received : torch.Tensor
-        int32 ``[W, 4 // W, T, 33]``, contiguous, on the same device in memory of its own.
+        int32 ``[W, 4 // W, T, 33]``, contiguous, on the same device, without overlap with ``send``.
     group : torch.distributed.ProcessGroup, optional
-        The tensor-parallel group, of ``W`` = 2 or 4 processes, with a backend for the device, such as nccl for CUDA;
-        the default group if None.
+        The tensor-parallel group of ``W`` = 2 or 4 processes, with a backend for the device, such as nccl for CUDA. The
+        default group if None.
 
     Raises
     ------
     ValueError
-        If an argument is not as described; nothing has been sent then.
+        If an argument is not as described. Nothing has been sent then.
     """
     group = require_group(group)
     world_size = dist.get_world_size(group)
@@ -80,5 +82,5 @@ def exchange_carriers(send: torch.Tensor, received: torch.Tensor, group: dist.Pr
         return
     begin, other = send.data_ptr(), received.data_ptr()
     if begin < other + received.nbytes and other < begin + send.nbytes:
-        raise ValueError("received must be memory of its own, overlapped send")
+        raise ValueError("received must have memory of its own, overlapped send")
     dist.all_to_all_single(received.view(send.shape), send, group=group)

@@ -43,17 +43,17 @@ _AGREED = (
     "num_sparse_layers",
     "accumulation",
 )
-"""What the ranks of a group must have in common, as ``_description`` names it."""
+"""Properties that must be equal on all ranks of a group, by the names of ``_description``."""
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
 _lost: list[Any] = []
-"""What lies in a CUDA context that a fault has ended: freeing symmetric memory there would end the process."""
+"""Memory of CUDA contexts that a fault has ended. Freeing symmetric memory there would end the process."""
 
 
 @dataclass(frozen=True, eq=False)
 class MSAIcpGroupComm(MSAIcpComm):
     """One rank's view of receive storage that the processes of a group share. Made by :func:`allocate_comm`.
 
-    A context manager that closes itself: ``with allocate_comm(indexer) as comm``.
+    It is a context manager that closes itself: ``with allocate_comm(indexer) as comm``.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class MSAIcpGroupComm(MSAIcpComm):
     group : torch.distributed.ProcessGroup
         The group of the ranks.
     memory : str
-        How the ranks reach one another's rows: ``"symmetric"`` or ``"ipc"`` on GPUs, ``"shared"`` on the CPU.
+        How the ranks access each other's rows: ``"symmetric"`` or ``"ipc"`` on GPUs, ``"shared"`` on the CPU.
     """
 
     indexer: MSAIcpIndexerPlan
@@ -81,17 +81,18 @@ class MSAIcpGroupComm(MSAIcpComm):
         return self.recv is None
 
     def close(self, *, wait: bool = True) -> None:
-        """Release the storage. Once more does nothing; a call of the indexer with a closed comm is a ``ValueError``.
+        """Release the storage. Call it on every rank. A second call does nothing.
 
-        Every rank closes. The device is synchronized first, so that no kernel of this rank stores into memory that it
-        no longer maps; CUDA graphs that were captured with this comm must not be replayed afterwards.
+        The indexer raises ``ValueError`` for a closed comm. ``close`` synchronizes the device first, so no kernel of
+        this rank stores into memory that is no longer mapped. Do not replay CUDA graphs that captured this comm
+        afterwards.
 
         Parameters
         ----------
         wait : bool
-            Wait until every rank of the group is here, so that none of them stores into memory that is gone. ``False``
-            where a rank may be dead: its peers would wait for the timeout of the group. A group that has been
-            destroyed, or that a dead rank has broken, is not waited for.
+            Wait until every rank of the group has called ``close``, so no rank stores into freed memory. Pass ``False``
+            if a rank may be dead: the others would wait for the timeout of the group. There is no wait on a group that
+            was destroyed or that a dead rank has broken.
         """
         with self._closing:
             if not self.closed:
@@ -105,7 +106,7 @@ class MSAIcpGroupComm(MSAIcpComm):
             _lost.append((self.storages, self._handle))
         try:
             if wait:
-                # A group that is gone cannot be waited for, and a dead rank stores nothing any more.
+                # A destroyed group cannot be waited for, and a dead rank stores nothing any more.
                 with contextlib.suppress(RuntimeError, ValueError):
                     _gather(require_group(self.group), device, lambda: None)
         finally:
@@ -120,42 +121,42 @@ class MSAIcpGroupComm(MSAIcpComm):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an exception the peers may be in the middle of a step, and wait for this rank instead.
+        # After an exception, the peers may be in the middle of a step and never call close.
         self.close(wait=kind is None)
 
 
-@torch.inference_mode(False)  # written outside inference mode too
+@torch.inference_mode(False)  # the tensors are written outside inference mode too
 def allocate_comm(
     indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup | None = None, *, memory: str = "auto"
 ) -> MSAIcpGroupComm:
-    """Receive storage for one rank of a group of processes, which all call this at the same time.
+    """Receive storage for one rank of a group of processes. All ranks call this function together.
 
-    The ranks compare what they are first, so that ranks that do not belong together are refused here. Then each
-    allocates its rows, maps its peers' and waits until all have. A rank that comes late is waited for, as long as the
-    group's timeout says.
+    The ranks first compare their properties and refuse a mismatch. Each rank then allocates its rows, maps its peers'
+    rows and waits until all ranks have done so. The wait for a late rank lasts at most the timeout of the group.
 
     Parameters
     ----------
     indexer : MSAIcpIndexerPlan
         This rank's indexer.
     group : torch.distributed.ProcessGroup, optional
-        The tensor-parallel group, of ``indexer.world_size`` processes on one host with this one as ``indexer.rank``.
-        The default group if None. A process may be in several groups, and have a comm for each.
+        The tensor-parallel group: ``indexer.world_size`` processes on one host, with this process as ``indexer.rank``.
+        The default group if None. A process may be in several groups and have a comm for each.
     memory : str
-        How the ranks reach one another's rows. On GPUs ``"symmetric"`` for torch's symmetric memory, ``"ipc"`` for
-        CUDA IPC, which two ranks on one GPU need, or ``"auto"`` for the first of them that works. On the CPU
-        ``"shared"`` for shared memory, which is ``"auto"`` too. Multicast is never used.
+        How the ranks access each other's rows. On GPUs: ``"symmetric"`` for torch's symmetric memory, ``"ipc"`` for
+        CUDA IPC, or ``"auto"`` for the first of these that works. Two ranks on one GPU need ``"ipc"``. On the CPU:
+        ``"shared"`` for shared memory, or ``"auto"`` for the same. Multicast is never used.
 
     Returns
     -------
     MSAIcpGroupComm
-        Zeroed on every rank. :meth:`MSAIcpGroupComm.close` releases it.
+        The storage, zeroed on every rank. :meth:`MSAIcpGroupComm.close` releases it.
 
     Raises
     ------
     ValueError
-        If an argument is not as described on some rank, or the ranks disagree on layout, ``max_decode_tokens``, forced
-        blocks, number of layers, backend, kernels, version or host. Every rank raises.
+        If an argument is not as described on some rank, or if the ranks disagree on layout, ``max_decode_tokens``,
+        forced blocks, number of sparse layers, accumulation, ``memory``, backend, device type, kernels, version or
+        host. Every rank raises.
     RuntimeError
         If memory cannot be allocated or mapped on some rank. Every rank raises.
     """
@@ -167,7 +168,7 @@ def allocate_comm(
         if memory in ("auto", kind):
             try:
                 return _make_comm(indexer, group, kind)
-            except RuntimeError as error:  # on every rank, so that all try the next one
+            except RuntimeError as error:  # raised on every rank, so all ranks try the next kind
                 reasons.append(f"{kind}: {error}")
     raise RuntimeError(
         f"the ranks cannot store into one another's memory ({'; '.join(reasons)}): run them as one user in one IPC "
@@ -176,7 +177,7 @@ def allocate_comm(
 
 
 def _make_comm(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup, memory: str) -> MSAIcpGroupComm:
-    """The comm of one rank, over one kind of memory."""
+    """Make the comm of one rank with one kind of memory."""
     storages, handle = _SHARERS[indexer.device.type][memory](indexer, group)
     made: list[MSAIcpGroupComm] = []
 
@@ -185,28 +186,29 @@ def _make_comm(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup, memory: str
         made.append(MSAIcpGroupComm(**own_fields, indexer=indexer, group=group, memory=memory, _handle=handle))
         _synchronize(indexer.device)
 
-    # No rank publishes before every other has zeroed its rows and counters and mapped its peers'.
+    # No rank may publish before all others have zeroed their rows and counters and mapped their peers' rows.
     _gather(group, indexer.device, finish)
     shared.add(storages)
     return made[0]
 
 
 def _gather(group: dist.ProcessGroup, device: torch.device, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` on every rank and return what it returned, in the order of ranks.
+    """Run ``action`` on every rank and return its results in the order of ranks.
 
-    If it raises on some, all raise: ``ValueError`` where those did, ``RuntimeError`` if one raised anything else.
+    If it raises on some ranks, all ranks raise: ``ValueError`` if all those errors are ``ValueError``, otherwise
+    ``RuntimeError``.
     """
     result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
-    words = None if failure is None else (isinstance(failure, ValueError), f"{type(failure).__name__}: {failure}")
+    report = None if failure is None else (isinstance(failure, ValueError), f"{type(failure).__name__}: {failure}")
     gathered: list[Any] = [None] * dist.get_world_size(group)
     # An nccl group moves objects through the current device.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        dist.all_gather_object(gathered, (result, words), group=group)
-    failures = {rank: words for rank, (_, words) in enumerate(gathered) if words is not None}
+        dist.all_gather_object(gathered, (result, report), group=group)
+    failures = {rank: report for rank, (_, report) in enumerate(gathered) if report is not None}
     if failures:
         kind = ValueError if all(is_value_error for is_value_error, _ in failures.values()) else RuntimeError
         if isinstance(failure, kind):
@@ -217,7 +219,7 @@ def _gather(group: dist.ProcessGroup, device: torch.device, action: Callable[[],
 
 
 def _description(indexer: Any, group: dist.ProcessGroup, memory: Any) -> dict[str, Any]:
-    """What the ranks compare, of a indexer and a group that fit each other."""
+    """The properties that the ranks compare. Raise ``ValueError`` if indexer and group do not fit each other."""
     if not isinstance(indexer, MSAIcpIndexerPlan):
         raise ValueError(f"indexer must be an MSAIcpIndexerPlan, was {indexer!r}")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -239,7 +241,7 @@ def _description(indexer: Any, group: dist.ProcessGroup, memory: Any) -> dict[st
 
 
 def _require_agreement(descriptions: Sequence[dict[str, Any]]) -> None:
-    """Refuse ranks that differ, by the first thing they differ in."""
+    """Raise ``ValueError`` for the first property that differs between ranks."""
     for name in _AGREED:
         values = [description[name] for description in descriptions]
         if len(set(values)) > 1:
@@ -253,7 +255,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _share_files(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
-    """Storages of all ranks in shared memory: files, which have no name any more once every rank has mapped them."""
+    """Storages of all ranks in files of shared memory. The files are unlinked once every rank has mapped them."""
     words = indexer.comm_layout["storage_words"]
     folder = _SHARED_MEMORY_FOLDER if _SHARED_MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
     storages: list[torch.Tensor] = []
@@ -262,14 +264,14 @@ def _share_files(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[
         def create() -> str:
             try:
                 file = files.enter_context(tempfile.NamedTemporaryFile(prefix="flashinfer-msa-", dir=folder))
-                os.posix_fallocate(file.fileno(), 0, 4 * words)  # zeros; without room it fails here, not at a store
+                os.posix_fallocate(file.fileno(), 0, 4 * words)  # zeros; fails here instead of at a store if full
             except OSError as error:
                 raise RuntimeError(f"{folder} must have room for {4 * words} bytes: {error}") from error
             return file.name
 
         def connect() -> None:
             for path in paths:
-                os.stat(path)  # a path that is another one in this process would be created
+                os.stat(path)  # from_file would create a path that this process cannot see
                 storages.append(torch.from_file(path, shared=True, size=words, dtype=torch.int32, device="cpu"))
 
         paths = _gather(group, indexer.device, create)
@@ -295,7 +297,7 @@ def _share_symmetric(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tu
 
         with torch.cuda.device(indexer.device), _without_multicast():
             handles.append(_symmetric_memory.rendezvous(own[0], group))
-        # Where this rank's rows begin in its buffer, in words.
+        # Offset of this rank's rows in its buffer, in int32 words.
         return (own[0].data_ptr() - handles[0].buffer_ptrs[indexer.rank]) // own[0].itemsize
 
     def find() -> None:
@@ -312,7 +314,7 @@ def _share_symmetric(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tu
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Keep a rendezvous from setting up multicast, which nothing here uses and not every host has room for."""
+    """Disable multicast in a rendezvous. Nothing here uses it, and some hosts have no resources left for it."""
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -326,24 +328,25 @@ def _without_multicast() -> Iterator[None]:
 
 
 def _share_ipc(indexer: MSAIcpIndexerPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], None]:
-    """Storages of all ranks by CUDA IPC."""
+    """Storages of all ranks, mapped by CUDA IPC."""
     storages: list[torch.Tensor] = []
 
     def export() -> list[tuple[Any, ...] | None]:
         own = make_storage(indexer)
         torch.cuda.synchronize(indexer.device)
         storages.extend([own] * indexer.world_size)
-        # A handle for each peer: every importer releases its own count of the storage.
+        # Each peer needs its own handle, because every importer releases its own reference count of the storage.
         return [
             None if rank == indexer.rank else own.untyped_storage()._share_cuda_() for rank in range(indexer.world_size)
         ]
 
     def connect() -> None:
         for rank, handles in enumerate(exported):
-            if rank == indexer.rank:
+            handle = handles[indexer.rank]
+            if handle is None:  # this rank's own
                 continue
-            _, *memory, _ = handles[indexer.rank]
-            # Opened on this rank's device, where its kernels run. Nothing to wait for: the exporter has synchronized.
+            _, *memory, _ = handle
+            # Open it on this rank's device, where its kernels run. No wait is needed: the exporter has synchronized.
             storage = torch.UntypedStorage._new_shared_cuda(indexer.device.index, *memory, False)
             storages[rank] = torch.empty(0, dtype=torch.int32, device=indexer.device).set_(storage)
 
@@ -356,4 +359,4 @@ _SHARERS: dict[str, dict[str, Callable[..., tuple[list[torch.Tensor], Any]]]] = 
     "cpu": {"shared": _share_files},
     "cuda": {"symmetric": _share_symmetric, "ipc": _share_ipc},
 }
-"""By the type of device, in order of preference."""
+"""Functions that share storage, by type of device, in order of preference."""

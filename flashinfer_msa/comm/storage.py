@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage of one rank, and of ranks that live in one process."""
+"""Receive storage of one rank, and of all ranks of one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..runtime import native
 
 @dataclass(frozen=True, eq=False)
 class MSAIcpComm:
-    """One rank's view of the group's receive storage. Any object with these fields will do for the indexer.
+    """One rank's view of the group's receive storage. The indexer accepts any object with these fields.
 
-    Shapes are those of ``msa_icp_comm_layout``. ``tagged_recv`` lies right after ``recv`` in one storage; the bases are
-    the device addresses of every rank's ``recv`` and ``tagged_recv``, int64 ``[W]``, and ``storages`` keeps what they
-    point at alive; ``errors`` int32 ``[1]`` counts waits that ran out. All of it is zeroed once, on every rank, and
-    never reset.
+    Shapes are those of ``msa_icp_comm_layout``. ``tagged_recv`` directly follows ``recv`` in one storage. The bases are
+    int64 ``[W]``: the device addresses of every rank's ``recv`` and ``tagged_recv``. ``storages`` keeps
+    that memory alive. ``errors`` is int32 ``[1]`` and counts waits that ran out. Rows and counters are zeroed once, on
+    every rank, and never reset.
     """
 
     storages: tuple[torch.Tensor, ...]
@@ -33,36 +33,36 @@ class MSAIcpComm:
     errors: torch.Tensor
 
     def __reduce__(self) -> Any:
-        # The bases would still be those of this storage, and mean nothing in another process.
+        # A copy's bases would still point at this storage, and are invalid in another process.
         raise TypeError("receive storage cannot be copied or pickled, since peers store at its addresses: make another")
 
 
-@torch.inference_mode(False)  # written outside inference mode too
+@torch.inference_mode(False)  # the tensors are written outside inference mode too
 def local_comm(indexers: Sequence[MSAIcpIndexerPlan]) -> list[MSAIcpComm]:
-    """Receive storage for ranks that all live in this process.
+    """Receive storage for a group whose ranks all run in this process.
 
     Parameters
     ----------
     indexers : sequence of MSAIcpIndexerPlan
-        One indexer per rank, in the order of ranks, of one group: equal world size, backend and ``max_decode_tokens``.
-        Their devices may be one GPU, or several with peer access.
+        One indexer per rank, in the order of ranks, with equal world size, page size, backend and
+        ``max_decode_tokens``. They may share one GPU, or use several GPUs with peer access.
 
     Returns
     -------
     list of MSAIcpComm
-        One a rank, zeroed. On one device, run the publishes of all ranks before the first merge: a merge that is ahead
-        of a publish in a stream waits for it forever.
+        One per rank, zeroed. On one device, run the publishes of all ranks before the first merge: a merge that comes
+        before a publish in a stream waits for it forever.
 
     Raises
     ------
     ValueError
-        If the indexers are not one group, or their GPUs cannot store into each other's memory.
+        If the indexers do not form one group, or if their GPUs cannot store into each other's memory.
     """
     if not isinstance(indexers, Iterable):
-        raise ValueError(f"indexers must be a non-empty sequence of indexer indexers, was {indexers!r}")
+        raise ValueError(f"indexers must be a non-empty sequence of MSAIcpIndexerPlan, was {indexers!r}")
     indexers = list(indexers)
     if not indexers or not all(isinstance(indexer, MSAIcpIndexerPlan) for indexer in indexers):
-        raise ValueError(f"indexers must be a non-empty sequence of indexer indexers, was {indexers!r}")
+        raise ValueError(f"indexers must be a non-empty sequence of MSAIcpIndexerPlan, was {indexers!r}")
     first = indexers[0]
     if [indexer.rank for indexer in indexers] != list(range(first.world_size)):
         raise ValueError(
@@ -94,17 +94,17 @@ def _connect(devices: list[torch.device]) -> None:
             if not torch.cuda.can_device_access_peer(device, peer):
                 raise ValueError(f"indexers must be on GPUs with peer access, but {device} cannot access {peer}")
             native.enable_peer_access(device.index, peer.index)
-            # Expandable segments of torch's allocator are mapped for a peer when torch itself first copies to it.
+            # torch's allocator maps expandable segments for a peer when torch first copies to that peer.
             torch.zeros(1, device=device).to(peer)
 
 
 def make_storage(indexer: MSAIcpIndexerPlan) -> torch.Tensor:
-    """One rank's receive storage."""
+    """Allocate one rank's receive storage, zeroed."""
     return torch.zeros(indexer.comm_layout["storage_words"], dtype=torch.int32, device=indexer.device)
 
 
 def comm_fields(indexer: MSAIcpIndexerPlan, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The fields of a rank's comm, over the storages of all ranks as its process sees them."""
+    """The fields of a rank's comm. ``storages`` are those of all ranks, as mapped in this process."""
     layout = indexer.comm_layout
     legacy_words = layout["tagged_offset_bytes"] // 4
     recv = [storage[:legacy_words].view(layout["legacy_shape"]) for storage in storages]

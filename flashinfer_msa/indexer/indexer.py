@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facade: one rank's indexer, built once from the serving limits and used by every layer of every step."""
+"""The indexer of one rank. It is built once from the serving limits and used by every layer of every step."""
 
 from __future__ import annotations
 
@@ -38,38 +38,40 @@ _PITCH_COLUMNS = 16
 class MSAIcpIndexerPlan:
     """One rank's indexer. Made by :func:`prepare_msa_icp_indexer`.
 
-    No method synchronizes, and none allocates on the device but those that prepare: ``prepare_decode_step`` and
-    ``prepare_prefill_step``, for their checks alone, and ``layer_graphs``. Methods launch on torch's current stream.
-    The calls of one indexer follow one another on one stream at a time, since its window plans and scratch are shared.
+    No method synchronizes. Only ``prepare_decode_step`` and ``prepare_prefill_step``, for their checks, and
+    ``layer_graphs`` allocate on the device. Methods launch on torch's current stream. Use an indexer on one stream at a
+    time, because its calls share window plans and scratch.
 
     Attributes
     ----------
     world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, max_decode_query_len, \
 max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, device, backend, spin_limit, wait_seconds, \
 accumulation
-        As given to the constructor function, ``device`` with its index filled in.
+        As given to :func:`prepare_msa_icp_indexer`. ``device`` has its index filled in.
     arch : str
-        Architecture of the cubins that serve the device, such as ``"sm_90a"``; its type with ``backend="torch"``.
+        Architecture of the cubins for the device, such as ``"sm_90a"``. With ``backend="torch"``, the device's type.
     heads_per_rank : int
         Heads whose selection this rank owns, ``4 / world_size``.
     index_scale, index_offset : int
         Local score column ``c`` is global block ``c * index_scale + index_offset``.
     comm_layout : dict
         ``msa_icp_comm_layout(world_size, heads_per_rank, max_decode_tokens)``.
-    decode_score_columns, prefill_score_columns : int
-        Score columns of a decode step; row pitch of a prefill window's scores (columns rounded up to 16).
+    decode_score_columns : int
+        Score columns of a decode step.
+    prefill_score_columns : int
+        Row pitch of a prefill window's scores: its columns, rounded up to a multiple of 16.
     max_prefill_windows : int
-        Windows that a step of ``max_num_batched_tokens`` may take, all full but the last.
-    fused_decode_min_batch
-        When the fused decode chain is the default: ``None``, for never. Measured on an H200, it takes longer than the
-        separate one at every batch.
+        Maximum windows of a step of ``max_num_batched_tokens`` tokens, where all windows but the last are full.
+    fused_decode_min_batch : int, optional
+        Smallest batch for which the fused decode chain is the default. None means never: on an H200, the fused chain
+        takes longer than the separate one at every batch.
     fused_prefill : bool
-        Whether :meth:`prefill_local` is better given a pool.
+        Whether :meth:`prefill_local` should be given a pool.
     prefill_short_tokens : int
-        Windows of at most so many tokens run the separate chain even with a pool, in scratch that the indexer owns.
+        A window of at most this many tokens runs the separate chain even with a pool, in scratch that the indexer owns.
     """
 
-    @torch.inference_mode(False)  # what it owns is written outside inference mode too
+    @torch.inference_mode(False)  # its buffers are written outside inference mode too
     def __init__(self, *, device: Any, backend: str, accumulation: str, **limits: Any) -> None:
         """Take the arguments of :func:`prepare_msa_icp_indexer`."""
         self._backend = find_eager_backend(backend)
@@ -98,14 +100,14 @@ accumulation
         self.fused_prefill, short_tokens = prefill_tuning(self.arch, self.layout.name)
         selectable = self.prefill_score_columns < MAX_SCORE_COLUMNS
         self.prefill_short_tokens = min(short_tokens, self.prefill_window_tokens()) if selectable else 0
-        # Windows of a step are planned side by side. The planner's scratch serves them in turn.
+        # Each window of a step has its own plan. All windows share the planner's scratch.
         storage = msa_icp_index_score_plan_storage(
             num_qo_heads=NUM_HEADS,
             total_q=self.prefill_window_tokens(),
-            batch=min(self.max_num_seqs, self.prefill_window_tokens()),  # empty segments take no room
+            batch=min(self.max_num_seqs, self.prefill_window_tokens()),  # empty segments need no storage
             device=self.device,
         )
-        int64 = {"dtype": torch.int64, "device": self.device}
+        int64: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         self._work_range = torch.zeros(self.max_prefill_windows, storage["work_range_numel"], **int64)
         self._work_info = torch.zeros(self.max_prefill_windows, storage["work_info_numel"], **int64)
         self._workspace = torch.empty(storage["workspace_bytes"], dtype=torch.uint8, device=self.device)
@@ -122,7 +124,7 @@ accumulation
         )
 
     def __reduce__(self) -> Any:
-        # A copy is an indexer of the same limits: what this one knows of storage and of compiled code is its own.
+        # A copy has the same limits, but its own table of receive storage and its own handles for compiled code.
         return functools.partial(MSAIcpIndexerPlan, **self._arguments), ()
 
     def _pitch(self, max_seq_len: int) -> int:
@@ -141,18 +143,19 @@ accumulation
     def prefill_scratch_shape(self, max_seq_len: int | None = None) -> tuple[int, int, int]:
         """Shape of a prefill window's score scratch, float32 ``(tokens, 4, pitch)``.
 
-        With scratch of this shape, a step is cut into windows of ``min(tokens, prefill_window_tokens())`` query tokens,
-        of which there are at most ``max_prefill_windows``; a segment may go on in the next window.
+        Cut a step into windows of ``min(tokens, prefill_window_tokens())`` query tokens, at most
+        ``max_prefill_windows`` of them. A segment may continue in the next window.
 
-        ``max_seq_len`` is the longest key length of the windows it serves, ``max_model_len`` by default. The tokens are
-        as many as 256 MiB hold, counting 5 bytes a score, in multiples of 128, from 128 to 8192.
+        ``max_seq_len`` is the longest key length of the windows, ``max_model_len`` by default. ``tokens`` is the
+        largest multiple of 128 that fits into 256 MiB at 5 bytes per score: at least 128, and at most 8192. It is never
+        more than ``max_num_batched_tokens``.
         """
         limit = self.max_model_len if max_seq_len is None else require_int("max_seq_len", max_seq_len, 1)
         pitch = self._pitch(limit)
         return (min(self._chunk(pitch), self.max_num_batched_tokens), NUM_HEADS, pitch)
 
     def prefill_window_tokens(self) -> int:
-        """Query tokens that a prefill window holds at most."""
+        """Maximum query tokens per prefill window."""
         return min(MAX_WINDOW_TOKENS, self.max_num_batched_tokens)
 
     def prefill_pool_shape(self) -> tuple[int]:
@@ -168,24 +171,24 @@ accumulation
         return (2, NUM_HEADS, self.max_num_batched_tokens, ROW_WORDS)
 
     def warmup(self) -> None:
-        """Make every kernel resident on the device.
+        """Load every kernel into the device's context.
 
-        Run it on every rank before the first exchange, and before a CUDA graph is captured: a kernel that loads lazily
-        while a peer's merge spins stalls both.
+        Call it on every rank before the first exchange and before a CUDA graph is captured. A kernel that loads lazily
+        while a peer's merge spins stalls both ranks.
         """
         self._backend.warmup(self.device)
 
     def check_comm(self, comm: Any) -> None:
         """Raise ``ValueError`` unless ``comm`` is receive storage for this rank.
 
-        It has ``recv``, ``tagged_recv``, ``recv_bases``, ``tagged_recv_bases``, ``publish_generations``,
-        ``expected_generations`` and ``errors``, contiguous tensors on the plan's device with the shapes and dtypes of
-        ``comm_layout``, and the tagged rows follow the legacy rows in one storage.
+        ``comm`` must have ``recv``, ``tagged_recv``, ``recv_bases``, ``tagged_recv_bases``, ``publish_generations``,
+        ``expected_generations`` and ``errors``: contiguous tensors on the indexer's device with the shapes and dtypes
+        of ``comm_layout``. The tagged rows must follow the legacy rows in one storage.
         """
         self._storages.check(comm)
 
     def forget_comm(self, comm: Any) -> None:
-        """Keep no tensor of ``comm`` alive, which is about to be closed."""
+        """Drop all references to the tensors of ``comm``, which is about to be closed."""
         self._storages.forget(comm)
 
     def decode(
@@ -211,43 +214,43 @@ accumulation
         ----------
         index_q : torch.Tensor
             float8_e4m3fn ``[T, 4, 128]``, contiguous, ``T = B * decode_query_len <= max_decode_tokens``. Token ``j`` of
-            request ``b`` is row ``b * decode_query_len + j`` and stands at ``seq_lens[b] - decode_query_len + j``.
+            request ``b`` is row ``b * decode_query_len + j``, at position ``seq_lens[b] - decode_query_len + j``.
         index_k : torch.Tensor
-            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that
+            float8_e4m3fn ``[pages, page_size / world_size, 128]``: this rank's key rows. Rows are dense. The page pitch
             is a multiple of 16 bytes.
         block_table : torch.Tensor
-            int32 ``[B, columns]``, unit last stride: page of each page column of a request.
+            int32 ``[B, columns]``, unit last stride: the page of each page column of a request.
         seq_lens : torch.Tensor
-            int32 ``[B]``, key tokens of each request, the new ones included.
+            int32 ``[B]``: key tokens of each request, including the new ones.
         num_valid_pages : torch.Tensor
-            int32 ``[T]``, B128 blocks that each token may select, 0 for padding.
+            int32 ``[T]``: B128 blocks that each token may select, 0 for padding.
         scores : torch.Tensor
-            float32 ``[at least T, 4, columns]``, scratch; see ``decode_scores_shape``. Unused by the fused chain, where
-            it may be None.
+            float32 ``[at least T, 4, columns]``: scratch; see ``decode_scores_shape``. The fused chain does not use it,
+            so with a pool it may be None.
         output : torch.Tensor
             int32 ``[T, heads_per_rank, 16]``: the selected blocks of the heads that this rank owns, ascending, with a
             tail of -1.
         comm
-            Receive storage, such as ``flashinfer_msa.comm`` makes; checked once, and again when a field changes.
+            Receive storage, such as ``flashinfer_msa.comm`` makes. It is checked once, and again when a field changes.
         slot : int
-            Slot set of the layer, 0 to 2: a counter that runs over all layers of all steps, modulo 3. With tagged rows
-            not that of the layer before; a layer without tokens uses none.
+            Slot set of the layer, 0 to 2: ``slot = layers_run % 3``, counted across steps. With tagged rows, it must
+            differ from that of the layer before. A layer without tokens uses no slot set.
         tagged : bool
-            Tagged rows rather than legacy ones. Needs two sparse layers at least.
+            True for tagged rows, False for legacy rows. Tagged rows need at least two sparse layers.
         decode_query_len : int
             Query tokens of each request, 1 to ``max_decode_query_len``.
         enable_pdl : bool
-            Launch each kernel as a programmatic dependent of the one before. Then the kernel launched just before this
-            call may write the query and the newest page, but not ``seq_lens``, ``block_table``, ``num_valid_pages`` or
-            pages that end at or before ``seq_len - decode_query_len``.
+            Launch each kernel as a programmatic dependent of the one before. The kernel launched just before this call
+            may then write the query and the newest page. It must not write ``seq_lens``, ``block_table``,
+            ``num_valid_pages`` or pages that end at or before ``seq_len - decode_query_len``.
         pool : torch.Tensor, optional
-            uint8 of ``msa_icp_decode_pool_bytes``, 16-byte aligned: run the fused chain, which keeps lists of
-            candidates in it instead of score rows, with the same result.
+            uint8 of ``msa_icp_decode_pool_bytes``, 16-byte aligned. With it, the fused chain runs, which stores lists
+            of candidates in the pool instead of score rows. The result is the same.
 
         Raises
         ------
         ValueError
-            If an argument is not as described; nothing has been launched then.
+            If an argument is not as described. Nothing has been launched then.
         RuntimeError
             If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
         """
@@ -271,9 +274,9 @@ accumulation
         enable_pdl: bool = True,
         pool: torch.Tensor | None = None,
     ) -> None:
-        """The first half of :meth:`decode`: score, select and publish. Arguments are those of ``decode``.
+        """The first half of :meth:`decode`: score, select and publish. The arguments are those of ``decode``.
 
-        Ranks that share a stream run all publishes of a layer before any merge.
+        If ranks share a stream, run all publishes of a layer before any merge.
         """
         half = (index_q, index_k, block_table, seq_lens, scores, pool, decode_query_len)
         call = Decode(True, False, slot, tagged, enable_pdl, num_valid_pages, *half)
@@ -289,7 +292,7 @@ accumulation
         tagged: bool,
         enable_pdl: bool = True,
     ) -> None:
-        """The second half of :meth:`decode`: merge the rows of this rank's heads. Arguments are those of ``decode``."""
+        """The second half of :meth:`decode`: merge the rows of this rank's heads. It takes arguments of ``decode``."""
         call = Decode(False, True, slot, tagged, enable_pdl, num_valid_pages, output=output)
         find_backend(self.backend).decode(self._storages, comm, call)
 
@@ -308,17 +311,17 @@ accumulation
     ) -> MSAIcpScorePlan:
         """Plan one window of a step on the device, in the indexer's own storage.
 
-        Once per window and step; every layer uses the plan, which is valid until its window is planned again.
+        Call it once per window and step. Every layer uses the plan. It is valid until the window is planned again.
 
         Parameters
         ----------
         window : int
-            Which of the step's windows, below ``max_prefill_windows``.
+            Index of the window in the step, below ``max_prefill_windows``.
         qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset : torch.Tensor
-            The window's segments, as ``msa_ops.msa_icp_index_score_sharded_plan_device`` takes them.
+            The window's segments, as for ``msa_ops.msa_icp_index_score_sharded_plan_device``: at most ``max_num_seqs``.
         total_q, max_query_len, max_seq_len : int
-            Upper bounds, as there; at most ``prefill_window_tokens()`` tokens, ``max_num_seqs`` segments and
-            ``max_model_len`` keys a segment.
+            Upper bounds, as for that function: at most ``prefill_window_tokens()`` query tokens and ``max_model_len``
+            keys per segment.
 
         Returns
         -------
@@ -327,7 +330,7 @@ accumulation
         Raises
         ------
         ValueError
-            If an argument is not as described; nothing has been launched then.
+            If an argument is not as described. Nothing has been launched then.
         RuntimeError
             If a launch fails, or the kernels are not resident while a graph is captured.
         """
@@ -365,42 +368,41 @@ accumulation
         *,
         pool: torch.Tensor | None = None,
     ) -> None:
-        """One layer's local part of a prefill window: score this rank's keys, select into carrier rows.
+        """One layer's local part of a prefill window: score this rank's keys and select into carrier rows.
 
-        The carrier goes through the caller's all-to-all: rows ``carrier[h]`` to rank ``h // heads_per_rank``, so that
-        every rank sends ``heads_per_rank`` of the first dimension to each. What arrives, by the rank that sent it, is
-        what :meth:`prefill_merge` takes.
+        The caller's all-to-all then sends rows ``carrier[h]`` to rank ``h // heads_per_rank``. Every rank thus sends
+        ``heads_per_rank`` entries of the first dimension to each rank. :meth:`prefill_merge` takes the received rows,
+        ordered by the rank that sent them.
 
         Parameters
         ----------
         query : torch.Tensor
             float8_e4m3fn ``[T, 4, 128]`` with ``T == window_plan.total_q``, contiguous, 16-byte aligned.
         index_k : torch.Tensor
-            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows; dense rows, a page pitch that
-            is a multiple of 16 bytes.
+            As for :meth:`decode`.
         block_table : torch.Tensor
-            int32 ``[B, columns]``, unit last stride: page of each page column of a segment.
+            int32 ``[B, columns]``, unit last stride: the page of each page column of a segment.
         window_plan : MSAIcpScorePlan
             From :meth:`prefill_window_plan`.
         score_scratch : torch.Tensor
             float32 ``[at least T, 4, at least the plan's score columns]``, unit last stride; see
-            ``prefill_scratch_shape``. The plan has fewer than 12288 score columns then. With a pool, which has no such
-            limit, it is not used and may be None.
+            ``prefill_scratch_shape``. The plan must have fewer than 12288 score columns. With a pool, there is no such
+            limit, and the scratch is not used and may be None.
         num_valid_pages : torch.Tensor
-            int32 ``[T]``, contiguous: B128 blocks that each token may select, 0 for padding; at most those with a key
-            that it sees, ``ceil(min(position + 1, keys) / 128)``. No scores are written beyond those.
+            int32 ``[T]``, contiguous: B128 blocks that each token may select, 0 for padding. At most the blocks with a
+            key that the token sees, ``ceil(min(position + 1, keys) / 128)``: no scores are written beyond those.
         carrier_view : torch.Tensor
             int32 ``[4, T, 33]``, unit last stride: the window's tokens of the step's carrier.
         pool : torch.Tensor, optional
-            uint8 of ``prefill_pool_shape``, or of at least ``msa_icp_prefill_pool_bytes`` for the window, contiguous,
-            16-byte aligned, a multiple of 8 bytes: run the fused chain, which keeps lists of candidates in it instead
-            of score rows, with the same result. A window of at most ``prefill_short_tokens`` tokens runs the separate
-            chain, which is faster there, in scratch of the indexer's own: on one stream at a time.
+            uint8 of ``prefill_pool_shape``, or of at least ``msa_icp_prefill_pool_bytes`` for the window. Contiguous,
+            16-byte aligned, a multiple of 8 bytes. With it, the fused chain runs, which stores lists of candidates in
+            the pool instead of score rows. The result is the same. A window of at most ``prefill_short_tokens`` tokens
+            runs the separate chain, which is faster there, in scratch that the indexer owns.
 
         Raises
         ------
         ValueError
-            If an argument is not as described; nothing has been launched then.
+            If an argument is not as described. Nothing has been launched then.
         RuntimeError
             If a launch fails, or the kernels are not resident while a graph is captured.
         """
@@ -418,17 +420,17 @@ accumulation
         ----------
         received : torch.Tensor
             int32 ``[world_size, heads_per_rank, T, 33]``, unit last stride, rows that do not overlap: the carrier rows
-            of every rank for this rank's heads. More tokens than ``output`` has are fine.
+            of every rank for this rank's heads. It may hold more tokens than ``output``.
         num_valid_pages : torch.Tensor
             int32 ``[T]``, contiguous.
         output : torch.Tensor
-            int32 ``[T, heads_per_rank, 16]``, unit last stride: the selected blocks, ascending, with a tail of -1;
-            ``[0, -1, ...]`` for a token without valid pages.
+            int32 ``[T, heads_per_rank, 16]``, unit last stride: the selected blocks, ascending, with a tail of -1. A
+            token without valid pages gets ``[0, -1, ...]``.
 
         Raises
         ------
         ValueError
-            If an argument is not as described; nothing has been launched then.
+            If an argument is not as described. Nothing has been launched then.
         RuntimeError
             If a launch fails, or the kernels are not resident while a graph is captured.
         """
@@ -449,16 +451,16 @@ accumulation
         pool: torch.Tensor | None = None,
         debug: bool = False,
     ) -> MSAIcpDecodeStep:
-        """Bind everything of a step's :meth:`decode` calls but query, keys and slot; the host checks run once.
+        """Bind all arguments of a step's :meth:`decode` calls except query, keys and slot. The host checks run once.
 
-        Arguments are those of ``decode``. What a tensor holds is read by every launch; the tensors themselves, and
-        ``comm``, stay as they are while the step is used.
+        The other arguments are those of ``decode``. Every launch reads the current contents of the tensors. Do not move
+        or resize the tensors, or change ``comm``, while the step is used.
 
         Parameters
         ----------
         debug : bool
-            Before every launch, compare it with what ``decode`` would launch, and raise ``RuntimeError`` if they
-            differ: a tensor has been moved or resized since, for example.
+            Before every launch, compare it with the launch that ``decode`` would make. Raise ``RuntimeError`` if they
+            differ, for example because a tensor has been moved or resized.
 
         Raises
         ------
@@ -483,23 +485,23 @@ accumulation
         debug: bool = False,
         pool: torch.Tensor | None = None,
     ) -> MSAIcpPrefillStep:
-        """Bind everything of a step's :meth:`prefill_local` and :meth:`prefill_merge` calls but query and keys.
+        """Bind all arguments of a step's :meth:`prefill_local` and :meth:`prefill_merge` calls except query and keys.
 
         Parameters
         ----------
         windows : sequence of (start, end, block_table, window_plan)
-            The step's windows, in order and disjoint: tokens ``start`` to ``end`` of the step, their block table and
-            the plan of :meth:`prefill_window_plan` with ``total_q == end - start``. At least one. The carrier rows of
-            tokens in no window are not written: those are padding, with 0 in ``num_valid_pages``.
+            The step's windows: at least one, in order and disjoint. A window has tokens ``start`` to ``end`` of the
+            step, their block table, and a plan of :meth:`prefill_window_plan` with ``total_q == end - start``. Tokens
+            in no window are padding, with 0 in ``num_valid_pages``. Their carrier rows are not written.
         score_scratch : torch.Tensor
-            As for ``prefill_local``, for the largest of the windows; they use it in turn.
+            As for ``prefill_local``, large enough for the largest window. All windows share it.
         num_valid_pages : torch.Tensor
-            int32 ``[T]``, of all tokens of the step.
+            int32 ``[T]``, for all tokens of the step.
         send : torch.Tensor
             int32 ``[4, T, 33]``, unit last stride: the step's carrier.
         received : torch.Tensor
-            int32 ``[world_size, heads_per_rank, T, 33]``, as for ``prefill_merge``: where the caller's all-to-all,
-            between :meth:`MSAIcpPrefillStep.local` and :meth:`MSAIcpPrefillStep.merge`, puts what the ranks sent.
+            int32 ``[world_size, heads_per_rank, T, 33]``, as for ``prefill_merge``. The caller's all-to-all writes it
+            between :meth:`MSAIcpPrefillStep.local` and :meth:`MSAIcpPrefillStep.merge`.
         output : torch.Tensor
             int32 ``[T, heads_per_rank, 16]``, as for ``prefill_merge``.
         debug : bool
@@ -534,14 +536,14 @@ accumulation
         return MSAIcpPrefillStep(self, self.limits, windows, tensors, local_chain, merge_chain, debug)
 
     def layer_graphs(self, *, capture_after: int = 1, max_keys: int = 4) -> MSAIcpLayerGraphs:
-        """CUDA graphs of single layers, for steps that come again with the same buffers.
+        """CUDA graphs of single layers, for steps that repeat with the same buffers.
 
         Parameters
         ----------
         capture_after : int
-            Steps of a key that run eagerly before the next is captured, at least 0.
+            Number of steps per key that run eagerly before one is captured, at least 0.
         max_keys : int
-            Step keys that keep graphs, at least 1; the least recently used goes first.
+            Maximum number of step keys with graphs, at least 1. The least recently used key is evicted first.
         """
         refuse_tracing()
         can_capture = self._backend.can_capture(self.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer graphs: a CUDA graph a layer, captured when a step comes again with the same buffers and replayed from then."""
+"""Layer graphs: one CUDA graph per layer, captured when a step repeats with the same buffers, and replayed later."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ..sizing import require_int
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep, NotCopied
 
 _MAX_SEEN_KEYS = 256
-"""Step keys without graphs whose steps are counted; a bound on memory where buffers never come again."""
+"""Maximum step keys without graphs whose steps are counted. It bounds memory when buffers never repeat."""
 
 
 class MSAIcpLayerGraphs(NotCopied):
     """CUDA graphs of the layers of an indexer's steps. Made by :meth:`MSAIcpIndexerPlan.layer_graphs`.
 
-    The key of a step is every launch argument of its prepared steps except the query and the keys (addresses, shapes,
-    strides and numbers), ``exchange_key``, ``decode_tokens`` and the query's shape. A server that keeps its buffers and
-    pads its batches to a few sizes makes steps of few keys. What the buffers hold may change from step to step: graphs
-    read all of it anew.
+    The key of a step holds every launch argument of its prepared steps except the query and the keys (addresses,
+    shapes, strides and numbers), ``exchange_key``, ``decode_tokens`` and the query's shape. A server that reuses its
+    buffers and pads its batches to a few sizes has few keys. The contents of the buffers may change from step to step:
+    every replay reads them again.
 
-    The first ``capture_after`` steps of a key run eagerly. The next one captures each of its layers and runs it, and
-    later ones replay; a layer, slot or K shard that comes up later is captured then. Steps run eagerly where graphs
-    cannot be captured: on the CPU, with ``backend="torch"``, and while the caller captures a graph, which the kernels
-    become part of.
+    The first ``capture_after`` steps of a key run eagerly. The next step captures each of its layers and runs it. Later
+    steps replay. A layer, slot or K shard that first appears later is captured then. Steps run eagerly where graphs
+    cannot be captured: on the CPU, with ``backend="torch"``, and while the caller captures a graph. The caller's graph
+    then contains the kernels.
 
-    A key that keeps graphs keeps its prepared steps, the K shards and the exchange too, so that no other tensor comes
-    to lie at an address that a graph reads. :meth:`clear` frees them; so does the end of ``with plan.layer_graphs() as
-    graphs``. It comes before the index-K cache is given back, and before the exchange's process group is destroyed,
-    where NCCL would wait forever for graphs that have captured it.
+    The graphs of a key hold references to its prepared steps, the K shards and the exchange, so no other tensor can
+    reuse an address that a graph reads. :meth:`clear` frees them, and so does the end of ``with indexer.layer_graphs()
+    as graphs``. Call it before the index-K cache is freed and before the exchange's process group is destroyed: NCCL
+    would wait forever for graphs that have captured the exchange.
 
-    A prepared step with ``debug`` is compared where a layer runs eagerly or is captured, not at a replay. All steps run
-    on one stream at a time, from one thread. A decode layer may be captured on one rank while another runs it eagerly.
-    With an exchange over NCCL a layer must be eager, captured or replayed on all ranks alike, as it is where they begin
-    the same steps in the same order.
+    A prepared step with ``debug`` is compared when a layer runs eagerly or is captured, but not when it is replayed.
+    Run all steps from one thread, on one stream at a time. A decode layer may be captured on one rank while another
+    rank runs it eagerly. With an exchange over NCCL, all ranks must run, capture or replay a layer alike. They do if
+    they begin the same steps in the same order.
 
     Attributes
     ----------
     stats : collections.Counter
-        ``eager_layers``, ``captured_layers`` (each ran once, too), ``replayed_layers``, and ``evicted_keys``: keys that
-        made room for another and start over if they come again.
+        ``eager_layers``, ``captured_layers`` (a captured layer also ran once), ``replayed_layers``, and
+        ``evicted_keys``: an evicted key starts over if its step repeats.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MSAIcpLayerGraphs(NotCopied):
         self._capture_after = require_int("capture_after", capture_after, 0)
         self._max_keys = require_int("max_keys", max_keys, 1)
         self._captures = can_capture
-        # Both with the least recently used key first. A key is in one of them.
+        # Both have the least recently used key first. A key is in at most one of them.
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._captured: OrderedDict[Hashable, _KeyGraphs] = OrderedDict()
         self.stats: Counter[str] = Counter(eager_layers=0, captured_layers=0, replayed_layers=0, evicted_keys=0)
@@ -83,23 +83,23 @@ class MSAIcpLayerGraphs(NotCopied):
         exchange_key: Hashable = None,
         decode_tokens: int = 0,
     ) -> MSAIcpGraphStep:
-        """Begin a step, whose layers then run one after another.
+        """Begin a step. Then run its layers one after another.
 
         Parameters
         ----------
         prefill : MSAIcpPrefillStep, optional
             The prefill part, from ``prepare_prefill_step`` of this indexer.
         decode : MSAIcpDecodeStep, optional
-            The decode part, from ``prepare_decode_step`` of this indexer. One of both parts is given, or both.
+            The decode part, from ``prepare_decode_step`` of this indexer. Give at least one of the two parts.
         exchange : callable, optional
-            Enqueues the all-to-all from the prefill step's ``send`` to its ``received`` on the current stream, without
-            arguments, such as ``lambda: exchange_carriers(send, received, group)``. Given with ``prefill`` and only
-            with it. It is captured, so it must be what a CUDA graph can hold; with ``capture_after=0`` it must have run
-            before, as a communicator that is set up at first use cannot be in a capture.
+            A function without arguments that enqueues the all-to-all from the prefill step's ``send`` to its
+            ``received`` on the current stream, such as ``lambda: exchange_carriers(send, received, group)``. Required
+            with ``prefill``, and only allowed with it. It must be capturable in a CUDA graph. With ``capture_after=0``
+            it must have run before, because a communicator cannot be set up during a capture.
         exchange_key : hashable, optional
-            What tells the exchange from others: a graph replays the exchange that was captured with the same key.
+            Identifies the exchange: a graph replays the exchange that was captured with the same key.
         decode_tokens : int
-            The decode step's tokens, 0 without one.
+            The decode step's tokens, or 0 without a decode step.
 
         Returns
         -------
@@ -139,13 +139,13 @@ class MSAIcpLayerGraphs(NotCopied):
         return MSAIcpGraphStep(self, key, prefill, decode, exchange, tokens, captures)
 
     def clear(self) -> None:
-        """Free every graph and what it keeps alive, and forget the steps that were counted. ``stats`` stay."""
+        """Free every graph and the objects it holds, and reset the step counts. ``stats`` are unchanged."""
         for graphs in self._captured.values():
             graphs.clear()
         self._captured.clear()
         self._seen.clear()
 
-    def _require_step(self, name: str, step: Any, kind: type) -> None:
+    def _require_step(self, name: str, step: Any, kind: type[MSAIcpPrefillStep | MSAIcpDecodeStep]) -> None:
         if step is None:
             return
         if not isinstance(step, kind):
@@ -154,7 +154,7 @@ class MSAIcpLayerGraphs(NotCopied):
             raise ValueError(f"{name} must be a step of this indexer, {self._indexer!r}, was one of {step.indexer!r}")
 
     def _is_due(self, key: Hashable) -> bool:
-        """Count a step of ``key``; whether it replays graphs or captures them."""
+        """Count a step of ``key``. Return whether it replays or captures graphs."""
         if key in self._captured:
             self._captured.move_to_end(key)
             return True
@@ -167,14 +167,13 @@ class MSAIcpLayerGraphs(NotCopied):
     def _find(self, key: Hashable) -> _KeyGraphs | None:
         return self._captured.get(key)
 
-    def _keep(self, key: Hashable, graphs: _KeyGraphs) -> None:
-        """Keep a key's graphs, now the most recently used, and no more keys' than may be."""
+    def _store(self, key: Hashable, graphs: _KeyGraphs) -> None:
+        """Store a key's graphs as the most recently used. Evict a key if there are now more than ``max_keys``."""
         self._seen.pop(key, None)
         self._captured[key] = graphs
         self._captured.move_to_end(key)
         if len(self._captured) > self._max_keys:
-            # The key starts over if it comes again: keys that take turns in too few places mostly run eagerly, rather
-            # than be captured each time.
+            # An evicted key starts over: more keys than max_keys mostly run eagerly, instead of captured every time.
             _, evicted = self._captured.popitem(last=False)
             evicted.clear()
             self.stats["evicted_keys"] += 1
@@ -214,11 +213,11 @@ class MSAIcpGraphStep(NotCopied):
     def query(self) -> torch.Tensor:
         """The buffer that the step's graphs read, float8_e4m3fn ``[T, 4, 128]``.
 
-        A layer's query that is written here, and given to :meth:`run` as such, needs no copy. All layers of all steps
-        of the same key share it, so each writes its query after the layer before it has run.
+        A query that is written here and passed to :meth:`run` needs no copy. All layers of all steps of the same key
+        share the buffer, so write a layer's query after the layer before it has run.
         """
         if self._staging is None:
-            # Written outside inference mode too.
+            # It is written outside inference mode too.
             with torch.inference_mode(False):
                 self._staging = torch.empty(self._shape, dtype=torch.float8_e4m3fn, device=self._device)
         return self._staging
@@ -229,25 +228,23 @@ class MSAIcpGraphStep(NotCopied):
         Parameters
         ----------
         layer : int
-            Which layer of the model it is, at least 0.
+            Index of the layer in the model, at least 0.
         index_q : torch.Tensor
             float8_e4m3fn ``[T, 4, 128]``, contiguous: the decode rows first, then the prefill rows. Graphs read a copy,
-            made on the current stream.
+            which is made on the current stream.
         index_k : torch.Tensor
-            float8_e4m3fn ``[pages, page_size / world_size, 128]``, this rank's key rows of the layer, as
-            :meth:`MSAIcpIndexerPlan.decode` takes them. A tensor that a layer has had keeps its shape and strides:
-            ``resize_`` or ``set_`` of it would not be noticed.
+            This rank's key rows of the layer, as for :meth:`MSAIcpIndexerPlan.decode`. Do not call ``resize_`` or
+            ``set_`` on a tensor that a layer has used: such a change would not be noticed.
         slot : int
-            Slot set of the layer, 0 to 2, for its decode part: a counter that runs over all layers of all steps, modulo
-            3.
+            Slot set of the layer, as for :meth:`MSAIcpIndexerPlan.decode`. Only the decode part uses it.
 
         Raises
         ------
         ValueError
-            If an argument is not as described, or a slot set is used again too early; nothing has been launched then.
+            If an argument is not as described, or a slot set is used again too early. Nothing has been launched then.
         RuntimeError
-            If an earlier wait has run out, or a launch fails; and what the exchange raises. A layer whose capture fails
-            has no graph, and the next step of its key captures it again.
+            If an earlier wait has run out, or a launch fails. Errors of the exchange are raised too. A layer whose
+            capture fails has no graph; the next step of its key captures it again.
         """
         graph = self._find(layer, slot, index_k) if self._layers else None
         if graph is None or torch.cuda.is_current_stream_capturing():
@@ -265,7 +262,7 @@ class MSAIcpGraphStep(NotCopied):
             if graph is not None and graph.keys is index_k:
                 self._latest[layer, slot, index_k.data_ptr()] = graph
             return graph
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, no memory, nothing hashable: refused later
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, no memory, or not hashable: refused later
             return None
 
     def _is_query(self, index_q: Any) -> bool:
@@ -304,7 +301,7 @@ class MSAIcpGraphStep(NotCopied):
         self._stats["eager_layers"] += 1
 
     def _record_prefill(self, index_q: torch.Tensor, index_k: Any) -> None:
-        """Refuse what the prefill step must before the decode step is launched, once for keys that are alike."""
+        """Run the prefill step's checks before the decode step launches, once per shape, strides and dtype of keys."""
         like = (index_k.shape, index_k.stride(), index_k.dtype) if isinstance(index_k, torch.Tensor) else None
         if like is None or like != self._recorded_keys:
             assert self._prefill is not None and self._decode is not None
@@ -323,11 +320,11 @@ class MSAIcpGraphStep(NotCopied):
             self._prefill.merge()
 
     def _capture(self, layer: int, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
-        """Capture a layer, and run it: its graph is kept once there is one."""
+        """Capture a layer, store its graph and run it."""
         graphs = self._owner._find(self._key) or _KeyGraphs({}, {}, self.query)
         self._adopt(graphs)
         staging, decode_tokens = graphs.staging, 0
-        # What is wrong with the keys or the slot is found before a capture begins.
+        # Wrong keys or a wrong slot must be refused before a capture begins.
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._decode is not None:
             decode_tokens = self._decode.tokens
@@ -335,14 +332,14 @@ class MSAIcpGraphStep(NotCopied):
             around = self._decode.captured(slot)
         if self._prefill is not None:
             self._prefill.record(staging[decode_tokens:], index_k)
-        # A pool of a graph that lives can be shared; one whose graphs are all gone cannot be used again.
+        # The pool of a live graph can be shared. A pool whose graphs are all freed cannot be used again.
         pool = next((graph.pool for graph in graphs.layers.values()), None) or _new_pool()
         launch = functools.partial(self._launch, staging, index_k, slot)
         with around:
             captured, replay = _capture(launch, self._device, pool)
         held = (captured, self._prefill, self._decode, self._exchange)
         graph = graphs.layers[_layer_key(layer, slot, index_k)] = _LayerGraph(replay, pool, index_k, held)
-        self._owner._keep(self._key, graphs)
+        self._owner._store(self._key, graphs)
         self._run_graph(graph, index_q, slot)
 
     def _adopt(self, graphs: _KeyGraphs) -> None:
@@ -357,7 +354,7 @@ class MSAIcpGraphStep(NotCopied):
 
 
 class _LayerGraph(NamedTuple):
-    """The graph of one layer, slot and K shard: its replay, the memory pool of its capture, and what it keeps alive."""
+    """The graph of one layer, slot and K shard: its replay, the memory pool of its capture, and what it references."""
 
     replay: Callable[[torch.Tensor, torch.Tensor], Any]
     pool: Any
@@ -368,8 +365,8 @@ class _LayerGraph(NamedTuple):
 class _KeyGraphs(NamedTuple):
     """The graphs of one step key, by ``_layer_key``, and the query ``[T, 4, 128]`` that they all read.
 
-    ``latest`` has them by layer, slot and the address of the keys, which is quicker: what it finds is right where the
-    keys are the very tensor of the capture.
+    ``latest`` finds a graph faster, by layer, slot and the address of the keys. Its entry is valid only if the keys are
+    the same tensor object as in the capture.
     """
 
     layers: dict[tuple[Any, ...], _LayerGraph]
@@ -377,7 +374,7 @@ class _KeyGraphs(NamedTuple):
     staging: torch.Tensor
 
     def clear(self) -> None:
-        """Free the graphs; a step that has begun refers to the dictionaries."""
+        """Free the graphs. The dictionaries are emptied in place, because steps that have begun refer to them."""
         self.layers.clear()
         self.latest.clear()
 
@@ -392,7 +389,7 @@ def _new_pool() -> Any:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to capture on: the default stream, where a caller may be, cannot be captured."""
+    """A stream to capture on. The caller's stream may be the default stream, which cannot be captured."""
     return torch.cuda.Stream(device)
 
 
@@ -401,23 +398,23 @@ def _capture(
 ) -> tuple[Any, Callable[[torch.Tensor, torch.Tensor], Any]]:
     """Capture what ``launch`` enqueues on the current stream.
 
-    Returns the graph, and what replays it as long as it lives, on the stream current then and over a query that it
-    copies to where the graph reads it.
+    Returns the graph and a function that replays it on the current stream. The function takes the staging buffer that
+    the graph reads and a query, and copies the query into the buffer. It is valid as long as the graph lives.
 
-    ``torch.cuda.graph`` would synchronize the device and empty torch's cache, layer by layer, while peers wait for this
+    ``torch.cuda.graph`` would synchronize the device and empty torch's cache for every layer, while peers wait for this
     rank's rows.
     """
     current, stream = torch.cuda.current_stream(device), _capture_stream(device)
-    # A capture writes to the random generator's device state, which graphs of the caller's may read.
+    # A capture writes to the random generator's device state, which the caller's graphs may read.
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a communicator's watchdog, may call what a capture forbids.
+        # Other threads, such as a communicator's watchdog, may make calls that a capture forbids.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             launch()
         except BaseException:
-            # The stream must not stay in the capture; why it failed is what counts.
+            # End the stream's capture, but raise the original error.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares an indexer."""
+"""The function that prepares an indexer."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def prepare_msa_icp_indexer(
     Parameters
     ----------
     world_size, rank : int
-        Size of the tensor-parallel group, 2 or 4, and this process's place in it.
+        Size of the tensor-parallel group, 2 or 4, and this process's rank in it.
     num_index_heads : int
         Index heads of the model, 4.
     page_size : int
         Tokens of a K-cache page, 128 or 256.
     init_blocks, local_blocks : int
-        Blocks at the start and at the end of a token's context that are always selected; at most 16 together.
+        Blocks at the start and at the end of a token's context that are always selected, at most 16 together.
     max_decode_tokens : int
-        Decode query tokens of a step, at most; the capacity of a receive slot set.
+        Maximum decode query tokens per step. This is the capacity of a receive slot set.
     max_decode_query_len : int
-        Query tokens per decode request, at most 8.
+        Maximum query tokens per decode request, 1 to 8.
     max_num_batched_tokens, max_num_seqs, max_model_len : int
-        The server's limits: prefill tokens of a step, segments, tokens of a sequence.
+        The server's limits: prefill tokens per step, segments per step, tokens per sequence.
     num_sparse_layers : int
         Layers that run the indexer.
     device : torch.device
         Device of the rank.
     spin_limit : int
-        Polls after which a wait for a peer gives up and ends the CUDA context.
+        Number of polls after which a wait for a peer gives up and ends the CUDA context.
     wait_seconds : float, optional
-        Seconds after which it does, whatever the polls; 0.001 to a million. Longer than a peer may be late, as while it
-        captures graphs. The default ``spin_limit`` took 14 s on an H200.
+        Time limit in seconds, 0.001 to 1,000,000, which replaces ``spin_limit``. Choose it longer than a peer may be
+        late, for example while it captures graphs. The default ``spin_limit`` took 14 s on an H200.
     accumulation : str
         ``"tensor"`` or ``"exact"``: how :meth:`~MSAIcpIndexerPlan.prefill_local` sums products, as in
-        ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact but for the rounding of FP32 sums.
+        ``msa_ops.msa_icp_index_score_sharded``. Decode is always exact except for the rounding of FP32 sums.
     backend : str
         ``"cake"`` for prebuilt kernels, ``"torch"`` for the reference.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared steps: everything of a step's calls bound and checked once, but for what differs from layer to layer."""
+"""Prepared steps: all arguments that the layers of a step share are bound and checked once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Window = tuple[int, int, torch.Tensor, MSAIcpScorePlan]
 
 
 class NotCopied:
-    """Holds addresses, which a copy in this process or another would use for what they no longer are."""
+    """Refuses copies and pickles, because the addresses that it holds may be stale in a copy."""
 
     def __reduce__(self) -> Any:
         raise TypeError(f"an {type(self).__name__} cannot be copied or pickled, since it holds addresses: make another")
@@ -33,9 +33,9 @@ class NotCopied:
 class MSAIcpDecodeStep(NotCopied):
     """A decode step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_decode_step`.
 
-    The first layer of each slot set runs all host checks. Later ones check shape, strides, dtype and device of query
-    and keys, which must be like the first ones, and bind them. No method allocates on the device or synchronizes. Not
-    for code that ``torch.compile`` traces.
+    The first layer of each slot set runs all host checks. Later layers check that query and keys have the shape,
+    strides, dtype and device of the first ones, and bind them. No method allocates on the device or synchronizes. Do
+    not use it in code that ``torch.compile`` traces.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class MSAIcpDecodeStep(NotCopied):
         make_chain: Callable[[CheckedStorage, Decode], Chain],
         debug: bool,
     ) -> None:
-        """``storage`` is ``comm``, checked; ``make_chain`` makes the chain of a call."""
+        """``storage`` is the checked ``comm``. ``make_chain`` makes the chain of a call."""
         self.indexer = indexer
         self._call, self._comm, self._debug = call, comm, _require_flag("debug", debug)
         self._slots, self._recv = storage.slots, comm.recv
@@ -81,16 +81,16 @@ class MSAIcpDecodeStep(NotCopied):
         return {name: _fingerprint(value) for name, value in tensors.items()}
 
     def run(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
-        """One layer: score, select and publish, merge. Arguments are those of :meth:`MSAIcpIndexerPlan.decode`.
+        """One layer: score, select and publish, merge. The arguments are those of :meth:`MSAIcpIndexerPlan.decode`.
 
         Raises
         ------
         ValueError
-            If an argument is not as described, or not like that of the slot set's first layer; nothing has been
+            If an argument is not as described, or differs from that of the slot set's first layer. Nothing has been
             launched then.
         RuntimeError
-            If an earlier wait has run out, a launch fails, the kernels are not resident while a graph is captured, or
-            with ``debug`` a launch would differ from the full path's.
+            If an earlier wait has run out, a launch fails, or the kernels are not resident while a graph is captured.
+            With ``debug``, also if a launch would differ from that of the full path.
         """
         self._launch(self._runs, index_q, index_k, slot)
 
@@ -108,51 +108,51 @@ class MSAIcpDecodeStep(NotCopied):
         self._chains[slot].run_bound(NUM_PUBLISH_LAUNCHES, len(DECODE_LAUNCHES))
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor, *, slot: int) -> None:
-        """Check everything for layers of a slot set with tensors like these, and launch nothing."""
+        """Run all checks for layers of a slot set with tensors like these. Launch nothing."""
         _require_slot(slot)
         self._require_comm()
         self._chains[slot].record(index_q, index_k)
         self._bound[slot] = True
 
     def require_slot(self, slot: int) -> None:
-        """Raise ``ValueError`` unless a layer with this slot set may come now, as before a captured one is replayed."""
+        """Raise ``ValueError`` unless a layer may use this slot set now. Call it before replaying a captured layer."""
         _require_slot(slot)
-        if self._comm.recv is not self._recv:  # here as well: a call less for every layer
+        if self._comm.recv is not self._recv:  # repeated here to save a function call per layer
             self._require_comm()
         if self._tagged:
             self._slots.require(slot, True)
 
     @contextlib.contextmanager
     def captured(self, slot: int) -> Iterator[None]:
-        """Capture a layer with this slot set inside. A capture uses none: each replay does, and then says so."""
+        """Capture a layer with this slot set inside. The capture uses no slot set; each replay does and notes it."""
         self.require_slot(slot)
         with self._slots.capturing():
             yield
 
     def note_replay(self, slot: int) -> None:
-        """Note that a replay has launched a layer with this slot set."""
+        """Record that a replay has launched a layer with this slot set."""
         if self._tagged:
             self._slots.note_replay(slot)
 
     def _require_comm(self) -> None:
-        """Refuse receive storage that has been closed or exchanged since: kernels would store into what is gone."""
+        """Refuse receive storage that was closed or replaced: kernels would store into freed memory."""
         if self._comm.recv is not self._recv:
             raise ValueError(
                 "comm must be as it was when the step was prepared, but its receive rows have been closed or replaced: "
-                "prepare a step anew"
+                "prepare a new step"
             )
 
     def _launch(self, runners: list[Callable[..., Any]], index_q: Any, index_k: Any, slot: int) -> None:
-        """Run a slot set's chain, or its first half, with tensors like the recorded ones."""
+        """Run a slot set's chain, or its first half."""
         self.require_slot(slot)
         if self._debug or not self._bound[slot]:
             self._prepare(index_q, index_k, slot)
         native.invoke(runners[slot], index_q, index_k)
-        if self._tagged and self.tokens:  # else no row was published
+        if self._tagged and self.tokens:  # otherwise no row was published
             self._slots.note(slot)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor, slot: int) -> None:
-        """Record what is launched for the first time, and compare where that is asked for."""
+        """Record the launches of a slot set's first layer. With ``debug``, compare them with the full path's."""
         refuse_tracing()
         if not self._bound[slot]:
             self.record(index_q, index_k, slot=slot)
@@ -164,9 +164,9 @@ class MSAIcpDecodeStep(NotCopied):
 class MSAIcpPrefillStep(NotCopied):
     """A prefill step of every layer. Made by :meth:`MSAIcpIndexerPlan.prepare_prefill_step`.
 
-    The first layer runs all host checks. Later ones check shape, strides, dtype and device of query and keys, which
-    must be like the first ones, and bind them. No method allocates on the device or synchronizes. Not for code that
-    ``torch.compile`` traces.
+    The first layer runs all host checks. Later layers check that query and keys have the shape, strides, dtype and
+    device of the first ones, and bind them. No method allocates on the device or synchronizes. Do not use it in code
+    that ``torch.compile`` traces.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ class MSAIcpPrefillStep(NotCopied):
         merge_chain: Callable[[], Chain],
         debug: bool,
     ) -> None:
-        """``tensors`` are the step's, by name; ``local_chain`` and ``merge_chain`` make the chains of its parts."""
+        """``tensors`` are the step's tensors by name. ``local_chain`` and ``merge_chain`` make its chains."""
         self.indexer, self._debug = indexer, _require_flag("debug", debug)
         self.tokens, num_valid_pages = _require_send(tensors["send"]), tensors["num_valid_pages"]
         if not isinstance(num_valid_pages, torch.Tensor) or tuple(num_valid_pages.shape) != (self.tokens,):
@@ -222,15 +222,15 @@ class MSAIcpPrefillStep(NotCopied):
         index_q : torch.Tensor
             float8_e4m3fn ``[T, 4, 128]``, contiguous, 16-byte aligned: all tokens of the step.
         index_k : torch.Tensor
-            As for :meth:`MSAIcpIndexerPlan.prefill_local`.
+            As for :meth:`MSAIcpIndexerPlan.decode`.
 
         Raises
         ------
         ValueError
-            If an argument is not as described, or not like that of the first layer; nothing has been launched then.
+            If an argument is not as described, or differs from that of the first layer. Nothing has been launched then.
         RuntimeError
-            If a launch fails, the kernels are not resident while a graph is captured, or with ``debug`` a launch would
-            differ from the full path's.
+            If a launch fails, or the kernels are not resident while a graph is captured. With ``debug``, also if a
+            launch would differ from that of the full path.
         """
         if self._debug or not self._bound:
             self._prepare(index_q, index_k)
@@ -238,7 +238,7 @@ class MSAIcpPrefillStep(NotCopied):
             native.invoke(run, index_q, index_k)
 
     def _prepare(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
-        """Record what is launched for the first time, and compare where that is asked for."""
+        """Record the launches of the first layer. With ``debug``, compare them with the full path's."""
         refuse_tracing()
         if not self._bound:
             self.record(index_q, index_k)
@@ -248,21 +248,21 @@ class MSAIcpPrefillStep(NotCopied):
                 _require_same_launches(chain, index_q, index_k, PREFILL_LAUNCHES)
 
     def merge(self) -> None:
-        """Merge what the ranks sent for the heads that this rank owns."""
+        """Merge the received rows of the heads that this rank owns."""
         refuse_tracing()
         if self._debug:
             _require_equal(self._fingerprints, self._fingerprints_now())
         self._merge.run_bound(0, 1)
 
     def record(self, index_q: torch.Tensor, index_k: torch.Tensor) -> None:
-        """Check everything for layers with tensors like these, and launch nothing."""
+        """Run all checks for layers with tensors like these. Launch nothing."""
         for chain in self._locals:
             chain.record(index_q, index_k)
         self._bound = True
 
 
 def refuse_tracing() -> None:
-    """Break the graph where ``torch.compile`` traces what only eager code can do, or with ``fullgraph`` end it."""
+    """Break the graph if ``torch.compile`` traces eager-only code. With ``fullgraph``, this is an error of torch."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
             msg="prepared steps and layer graphs are for eager code: call the indexer's methods in compiled code"
@@ -275,15 +275,15 @@ def _require_slot(slot: Any) -> None:
 
 
 def _record_all(chains: Iterable[Chain], limits: Limits, tokens: int) -> None:
-    """Record chains with a query and keys that pass their checks: those of everything else come to light."""
-    e4m3 = {"dtype": torch.float8_e4m3fn, "device": limits.device}
+    """Record chains with a valid query and valid keys, so that all other arguments are checked."""
+    e4m3: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "device": limits.device}
     query, keys = torch.empty(tokens, NUM_HEADS, HEAD_DIM, **e4m3), torch.empty(1, limits.layout.rows, HEAD_DIM, **e4m3)
     for chain in chains:
         chain.record(query, keys)
 
 
 def _fingerprint(value: Any) -> Any:
-    """What a launch takes of an argument; two equal ones make the same launch."""
+    """The properties of an argument that a launch uses. Equal fingerprints make equal launches."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device
     return value
@@ -294,8 +294,7 @@ def _require_equal(prepared: dict[str, Any], now: dict[str, Any]) -> None:
         if now[name] != fingerprint:
             raise RuntimeError(
                 f"{name} is not what the step was prepared with: {_describe(fingerprint)} then, "
-                f"{_describe(now[name])} now. "
-                "Prepare a step anew when its tensors change"
+                f"{_describe(now[name])} now. Prepare a new step when its tensors change"
             )
 
 
@@ -322,7 +321,7 @@ def _require_flag(name: str, value: Any) -> bool:
 
 
 def _require_send(send: Any) -> int:
-    """Tokens of a step's carrier."""
+    """Check a step's carrier and return its number of tokens."""
     if not isinstance(send, torch.Tensor) or send.layout is not torch.strided or send.is_nested:
         raise ValueError(f"send must be a dense tensor of shape [{NUM_HEADS}, tokens, {ROW_WORDS}], was {send!r}")
     if send.dim() != 3 or send.shape[0] != NUM_HEADS or send.shape[2] != ROW_WORDS:
@@ -330,17 +329,17 @@ def _require_send(send: Any) -> int:
     if send.dtype is not torch.int32:
         raise ValueError(f"send must be torch.int32, was {send.dtype}")
     tokens, (head, row, _) = send.shape[1], send.stride()
-    # Windows are checked one by one, and their rows may overlap those of others.
+    # Each window is checked by itself, so only this check sees rows of different windows overlap.
     if tokens > 1 and (row < ROW_WORDS or head < tokens * row):
         raise ValueError(
-            f"send must have rows that do not overlap, strides of at least "
-            f"[{tokens} * that of a row, {ROW_WORDS}, 1], had {list(send.stride())}"
+            f"send must have rows that do not overlap, with strides of at least "
+            f"[{tokens} * the row stride, {ROW_WORDS}, 1], had {list(send.stride())}"
         )
     return tokens
 
 
 def _require_windows(windows: Any, tokens: int) -> list[Window]:
-    """A step's windows: in order, disjoint, within its tokens, each with a plan of its own size."""
+    """Check a step's windows: in order, disjoint, within its tokens, each with a plan of the window's size."""
     if not isinstance(windows, Iterable) or isinstance(windows, (str, torch.Tensor)):
         raise ValueError(f"windows must be a sequence of (start, end, block_table, window_plan), was {windows!r}")
     checked = []

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of FlashInfer's ``msa_ops`` namespace that index context parallelism is made of.
+"""The functions of index context parallelism in FlashInfer's ``msa_ops`` namespace.
 
-Names, shapes, defaults and argument order are FlashInfer's. With ``backend="cake"`` nothing here allocates,
-synchronizes or reads a device value, and launches go to torch's current stream; ``backend="torch"`` is the reference,
-on any device. ``T`` is a number of query tokens, ``B`` of requests, ``W`` the world size, ``hpr`` the heads per rank.
+Names, shapes, defaults and argument order are FlashInfer's. With ``backend="cake"``, functions launch on torch's
+current stream and do not allocate, synchronize or read device values; only the host plan,
+``msa_icp_index_score_sharded_plan``, allocates and copies. ``backend="torch"`` is the reference, on any device.
+``T`` is the number of query tokens, ``B`` the number of requests or segments, ``W`` the world size, and ``hpr`` the
+heads per rank.
 """
 
 from ..indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill windows: their plans, on the device and on the host, and how their scores are summed."""
+"""Prefill windows: their plans, made on the device or on the host, and the summation of their scores."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager plan of a prefill window: from lengths on the host, with storage of its own."""
+"""The eager plan of a prefill window. It is made from lengths on the host and allocates its own storage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_host_plan(
 
 
 def _require_lengths(name: str, value: Any, count: int | None) -> None:
-    """Refuse anything but a dense int32 CPU tensor of numbers that are not negative, with an int32 sum."""
+    """Refuse anything but a dense int32 CPU tensor without negative numbers; sums of lengths must be int32."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, was {type(value)}")
     if value.layout is not torch.strided or value.device.type != "cpu":
@@ -80,7 +80,7 @@ def _require_lengths(name: str, value: Any, count: int | None) -> None:
         raise ValueError(f"{name} must be contiguous, had strides {value.stride()}")
     try:
         value.tolist()
-    except Exception as error:  # torch has many for a tensor that stands for none, or whose memory is gone
+    except Exception as error:  # torch raises many kinds for fake tensors and freed memory
         raise ValueError(f"{name} must be a tensor with memory, had none: {error}") from error
     if len(value) and int(value.min()) < 0:
         raise ValueError(f"{name} must not be negative, was {int(value.min())} at {int(value.argmin())}")
@@ -95,5 +95,5 @@ def _require_at_most(requirement: str, value: int, limit: int) -> None:
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Where each segment starts, and where the last one ends."""
+    """The start of each segment and the end of the last one."""
     return torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a prefill window's work into ranges, in torch: the specification of the planner's kernel."""
+"""Divides a prefill window's work into ranges, in torch. This is the specification of the planner's kernel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ def plan_work(
     columns: int,
     max_items: int,
 ) -> None:
-    """Cut a window's work evenly over ``len(packed_work_range)`` ranges.
+    """Divide a window's work evenly into ``len(packed_work_range)`` ranges.
 
-    Lengths and positions are int32 ``[B]``. Segments are cut into items of 64 query tokens, the blocks that an item's
-    last token sees (at most ``columns``) into units of 4 blocks, ahead of which 2 units stand for the item's start, and
-    the units of all items, in order, into ranges whose lengths differ by at most one. An item is packed as
-    ``segment | tile << 16 | blocks << 32 | 1 << 48``, a range as ``item | unit << 16 | units << 32``, its start and its
-    length; an empty one is 0. At most ``max_items`` are planned, and where there are fewer the rest are 0.
+    Lengths and positions are int32 ``[B]``. A segment is divided into items of 64 query tokens. The blocks of an item
+    are those that its last token sees, at most ``columns``. An item with blocks has 2 units for its start and one unit
+    for every 4 blocks. The units of all items, in order, are divided into ranges whose lengths differ by at most one.
+
+    An item is packed as ``segment | tile << 16 | blocks << 32 | 1 << 48``. A range is packed as its start and its
+    length, ``item | unit << 16 | units << 32``; an empty range is 0. At most ``max_items`` items are planned. If there
+    are fewer, the remaining entries are 0.
     """
     lens = qo_segment_lens.long().clamp(min=0)
     items = ((lens + ITEM_TOKENS - 1) // ITEM_TOKENS).clamp(max=max_items)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a prefill window: its segments, and its work cut into one range a multiprocessor."""
+"""The plan of a prefill window: its segments, and its work divided into one range per multiprocessor."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from ..sizing import require_int
 
 @dataclass(frozen=True)
 class MSAIcpScorePlan:
-    """A prefill window as the scorer takes it. The same plan serves every layer of a step.
+    """The plan of a prefill window, an input of the scorer. One plan serves every layer of a step.
 
     Attributes
     ----------
     qo_segment_lens, kv_segment_lens : torch.Tensor
-        int32 ``[B]``: query tokens of each segment in the window, and its keys.
+        int32 ``[B]``: query tokens and keys of each segment in the window.
     qo_segment_offsets, kv_segment_offsets : torch.Tensor
-        int32 ``[B + 1]``: where segments start among the query tokens and among the keys.
+        int32 ``[B + 1]``: start of each segment among the query tokens and among the keys, and the ends of the last.
     qo_offset : torch.Tensor
         int32 ``[B]``: position of each segment's first query token.
-    packed_work_range, packed_work_info : torch.Tensor
-        int64: for each multiprocessor, the range of work it takes; for each item of 64 query tokens, which it is and
-        how many blocks it sees, 0 for those that the limits allow and the segments do not have.
-        ``templates/params.h`` says how they are packed.
+    packed_work_range : torch.Tensor
+        int64: the range of work of each multiprocessor. ``templates/params.h`` defines the packing.
+    packed_work_info : torch.Tensor
+        int64: segment, tile and number of visible blocks of each item of 64 query tokens. Entries of items that the
+        limits allow but the segments do not have are 0. ``templates/params.h`` defines the packing.
     workspace : torch.Tensor
         uint8: scratch of the planner.
-    total_q, num_qo_heads, batch, max_query_len, columns : int
-        Query tokens (an upper bound), index heads, segments, tokens of the longest segment (an upper bound), and
-        128-token blocks of the longest key length (likewise).
+    total_q, num_qo_heads, batch : int
+        Query tokens (an upper bound), index heads and segments.
+    max_query_len, columns : int
+        Query tokens of the longest segment, and 128-token blocks of the longest key length. Both are upper bounds.
     uniform : bool
-        False: segments may differ in length.
+        Always False: segments may differ in length.
     """
 
     qo_segment_lens: torch.Tensor
@@ -52,7 +54,7 @@ class MSAIcpScorePlan:
     uniform: bool = False
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The segments' tensors and the work's, in the order of the fields."""
+        """The plan's tensors, in the order of the fields."""
         return (
             self.qo_segment_lens,
             self.kv_segment_lens,
@@ -65,12 +67,12 @@ class MSAIcpScorePlan:
         )
 
     def numbers(self) -> tuple[int, ...]:
-        """The plan's limits, in the order of the fields."""
+        """The plan's integers, in the order of the fields."""
         return (self.total_q, self.num_qo_heads, self.batch, self.max_query_len, self.columns)
 
 
 def require_score_plan(name: str, value: Any) -> None:
-    """Refuse what is no plan, or one whose ``batch`` is not its number of segments."""
+    """Raise ``ValueError`` unless ``value`` is a plan whose ``batch`` is its number of segments."""
     if not isinstance(value, MSAIcpScorePlan):
         raise ValueError(f"{name} must be an MSAIcpScorePlan, was {type(value)}")
     lens = value.qo_segment_lens

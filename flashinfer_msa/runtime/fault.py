@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from ..abi.schema import FAULT_FIELDS, FAULT_WAITS, ROW_KINDS
 
@@ -60,36 +58,20 @@ _WAIT_NAMES = {value: name for name, value in FAULT_WAITS.items()}
 _ROW_KIND_NAMES = {value: name for name, value in ROW_KINDS.items()}
 
 
-def last_fault() -> Fault | None:
-    """The wait of a kernel that ran out on a GPU of this process, or None.
-
-    A wait that runs out ends its device's CUDA context; the record is in host memory and outlives it. The process can
-    use that GPU no more, and the ranks of the group wait for one another in turn: restart all of them. The rank to look
-    at first is the one that no other rank's record has as the one that waited. Waits of ``backend="torch"`` raise where
-    they are, and leave no record.
-    """
-    return next(faults(), None)
-
-
-def faults() -> Iterator[Fault]:
-    """The waits that ran out, at most one a device."""
-    from . import native
-
-    if not native.is_loaded():
-        return
-    field = native.operation("fault_field")
-    for device in range(torch.cuda.device_count()):
-        record = {name: field(device, name) for name in FAULT_FIELDS}
-        if record["complete"]:
-            yield Fault(
-                wait=_WAIT_NAMES[record["wait"]],  # type: ignore[arg-type]
-                row_kind=_ROW_KIND_NAMES[record["row_kind"]],  # type: ignore[arg-type]
-                rank=None if record["rank"] < 0 else record["rank"],
-                slot=None if record["slot"] < 0 else record["slot"],
-                peer=record["peer"],
-                head=record["head"],
-                row=record["row"],
-                polls=record["polls"],
-                device=device,
-                seconds=record["milliseconds"] / 1000,
-            )
+def read_fault(device: int, field_of: Callable[[str], int]) -> Fault | None:
+    """The fault in a device's record, whose fields ``field_of`` reads, or None while no wait has run out."""
+    record = {name: field_of(name) for name in FAULT_FIELDS}
+    if not record["complete"]:
+        return None
+    return Fault(
+        wait=_WAIT_NAMES[record["wait"]],  # type: ignore[arg-type]  # the names are those of the literal
+        row_kind=_ROW_KIND_NAMES[record["row_kind"]],  # type: ignore[arg-type]  # likewise
+        rank=None if record["rank"] < 0 else record["rank"],
+        slot=None if record["slot"] < 0 else record["slot"],
+        peer=record["peer"],
+        head=record["head"],
+        row=record["row"],
+        polls=record["polls"],
+        device=device,
+        seconds=record["milliseconds"] / 1000,
+    )

@@ -131,3 +131,6 @@ def load_device(index: int) -> None:
 def loaded_cubins(index: int) -> CubinSet | None:
     """The cubins that CUDA device ``index`` has loaded, None where it has none yet."""
     return _loaded.get(index)
+
+
+native.use_device_loader(load_device)

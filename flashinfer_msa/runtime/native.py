@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native launcher: loaded at first use, told the layouts, and its errors put in words."""
+"""The native launcher: loaded at first use, told the layouts, and its errors explained."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 from ..abi.calls import schema_digest
 from ..layout import LAYOUTS
 from ..manifest import load_manifest
+from .fault import Fault, read_fault
 
 _lock = threading.Lock()
 _loading = threading.local()
-"""What the loader of this thread has raised: on its way through the launcher it loses its class and its cause."""
+"""What the device loader of this thread has raised: on its way through the launcher it loses its class and cause."""
+_device_loader: list[Callable[[int], None]] = []
+"""What makes every kernel resident on a device, once it has been given."""
 
 
 def library() -> Any:
@@ -96,19 +99,17 @@ def invoke(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], error: Exception) -> None:
     """Raise a better error than that of ``function(*arguments)``, if there is one."""
-    from .fault import faults
-
     devices = {argument.device.index for argument in arguments if isinstance(argument, torch.Tensor)}
     for fault in faults():
         if fault.device in devices:
             raise RuntimeError(str(fault)) from error
-    passable = tuple(_words_for_unpassable(argument) for argument in arguments)
+    passable = tuple(_describe_unpassable(argument) for argument in arguments)
     if any(a is not b for a, b in zip(passable, arguments, strict=True)):
         function(*passable)
 
 
-def _words_for_unpassable(argument: Any) -> Any:
-    """What stands for a tensor that has no memory to point at: the launcher refuses it in these words."""
+def _describe_unpassable(argument: Any) -> Any:
+    """A description in place of a tensor that has no memory to point at: the launcher refuses it with this text."""
     if not isinstance(argument, torch.Tensor):
         return argument
     if argument.layout is not torch.strided:
@@ -148,11 +149,37 @@ def enable_peer_access(device: int, peer: int) -> None:
     call("enable_peer_access", device, peer)
 
 
-def _load_device(index: int) -> None:
-    from .loader import load_device
+def use_device_loader(load: Callable[[int], None]) -> None:
+    """Give the launcher what it calls, with a device's index, before the first launch on that device."""
+    _device_loader[:] = [load]
 
+
+def _load_device(index: int) -> None:
     try:
-        load_device(index)
+        (load,) = _device_loader
+        load(index)
     except BaseException as error:
         _loading.error = error
         raise
+
+
+def last_fault() -> Fault | None:
+    """The wait of a kernel that ran out on a GPU of this process, or None.
+
+    A wait that runs out ends its device's CUDA context. The record is in host memory and outlives it. The process
+    cannot use that GPU any more, and the ranks of the group wait for one another in turn: restart all of them. Look
+    first at the rank that no other rank's record names as the waiting one. Waits of ``backend="torch"`` raise where
+    they are, and leave no record.
+    """
+    return next(faults(), None)
+
+
+def faults() -> Iterator[Fault]:
+    """The waits that ran out, at most one per device."""
+    if not is_loaded():
+        return
+    field = operation("fault_field")
+    for device in range(torch.cuda.device_count()):
+        fault = read_fault(device, functools.partial(field, device))
+        if fault is not None:
+            yield fault

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer_msa import msa_ops
-from flashinfer_msa.backends import calls
+from flashinfer_msa.abi import calls
 from flashinfer_msa.backends import compiled as custom_ops
 from flashinfer_msa.comm import MSAIcpComm, local_comm
 from flashinfer_msa.indexer import MSAIcpIndexerPlan
@@ -291,7 +291,7 @@ def test_inductor_writes_in_place(chain: Callable[..., Any]) -> None:
 
 
 def test_batches_share_a_graph() -> None:
-    """Once the batch is known to vary, no batch and no slot set compiles anew."""
+    """Once the batch is dynamic, no other batch and no other slot set compiles again."""
     step = problem((700, 1200, 90, 300))
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
     counter = CompileCounterWithBackend("aot_eager")
@@ -686,7 +686,7 @@ def test_written_arguments_are_those_declared(name: str) -> None:
     written = {key for key, value in before.items() if not torch.equal(tensors[key].view(torch.uint8), value)}
     declared = {argument.name for argument in operator._schema.arguments if argument.is_write}
     # Rows are written by peers, or released; errors where a wait runs out; the reference has no use for scratch; and
-    # the word is for order alone.
+    # the word only keeps the order.
     assert declared - written <= {"recv_slot", "errors", "pool", "workspace", "order", "scores"} | {
         key for key in declared if given.get(key) is None
     }
@@ -766,7 +766,7 @@ def test_receive_storage_must_be_known() -> None:
     for plan, comm in zip(group.plans, group.comms, strict=True):
         plan.check_comm(comm)
     assert torch.equal(torch.cat(run(*arguments)[:2], 1), brute_force_top16(now, **BLOCKS).ids)
-    # Other storage is other storage, also where it takes the place of the first in memory.
+    # New storage is not known, even at the address of the old.
     group.comms = local_comm(group.plans)
     with pytest.raises(RuntimeError, match="call check_comm"):
         run(*arguments)

@@ -451,7 +451,7 @@ def test_selection_stops_at_the_candidate_limit() -> None:
     ):
         msa_ops.msa_icp_topk_select_prefill(scores, int32([valid]), carrier, force_end_blocks=last, backend="torch")
         assert carrier[:, 0, 16:32].tolist() == [list(ids)] * 4
-    # Where the low scores are the best, only the end that is below the limit is forced.
+    # With the lowest scores in front, only forced blocks below the limit are selected.
     msa_ops.msa_icp_topk_select_prefill(-scores, int32([8195]), carrier, force_end_blocks=8, backend="torch")
     assert carrier[0, 0, 16:32].tolist() == [*range(11), *range(8187, 8192)]
 
@@ -497,7 +497,7 @@ def fused_rows(
 def separate_rows(
     problem: PrefillProblem, plan: MSAIcpScorePlan, rank: int, valid: torch.Tensor, forced: tuple[int, int], **form: Any
 ) -> torch.Tensor:
-    """The carrier of scorer and selection in turn."""
+    """The carrier of the scorer and then the selection."""
     layout, compact = problem.layout, problem.layout.page_size == 256
     plane = torch.full((plan.total_q, 4, math.ceil(plan.columns / (2 if compact else 1))), UNTOUCHED)
     score(problem, plan, plane, rank, initialize=True, compact=compact, **form)
@@ -688,7 +688,7 @@ def test_any_step_equals_the_unsharded_top16(
 
 @every_layout
 def test_a_token_without_a_page_gets_the_first(layout: Layout) -> None:
-    """No keys at all, and tokens of no segment at the end of a window."""
+    """Segments without keys, and padding tokens at the end of a window."""
     problem = PrefillProblem.random(layout, query_lens=[2, 0, 3], kv_lens=[0, 9, 300], positions=[5, 9, 297], padding=2)
     plans, total = indexers(layout), 7
     carriers = []
@@ -749,7 +749,7 @@ def test_the_facade_equals_the_functions(layout: Layout) -> None:
         assert torch.equal(*carriers)
         assert torch.equal(scratch[:71, :, :columns], plane)
         assert (scratch[71:] == UNTOUCHED).all() and (scratch[..., columns:] == UNTOUCHED).all()
-        # With a pool, scratch that is there all the same is left alone.
+        # With a pool, given scratch is not written.
         fused = torch.full((4, 71, 33), NOBODY, dtype=torch.int32)
         indexer.prefill_local(
             problem.index_q,
@@ -815,7 +815,7 @@ def test_windows_of_a_step_are_planned_side_by_side() -> None:
         alone = device_plan(problem)
         assert torch.equal(plan.packed_work_range, alone.packed_work_range)
         assert torch.equal(plan.packed_work_info[:2], alone.packed_work_info[:2])
-    # A window that is planned again takes the place of its plan before.
+    # Planning a window again overwrites its plan.
     again = indexer.prefill_window_plan(1, *problems[2].segments, **problems[2].bounds)
     assert torch.equal(plans[1].packed_work_info, again.packed_work_info)
     assert again.packed_work_info.data_ptr() == plans[1].packed_work_info.data_ptr()
@@ -845,7 +845,7 @@ def test_a_window_without_a_segment_writes_nothing(layout: Layout) -> None:
 
 
 def test_a_plan_serves_other_keys_and_queries() -> None:
-    """One plan for every layer: it depends on lengths alone."""
+    """One plan serves every layer: it depends only on lengths."""
     layout = LAYOUTS["p256_tp2"]
     layers = [PrefillProblem.random(layout, query_lens=[70, 5], kv_lens=[900, 2400], seed=seed) for seed in (1, 2, 3)]
     plan = device_plan(layers[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive storage with one rank a process, on the CPU over gloo: 2 and 4 processes that run every check in turn."""
+"""Receive storage with one process per rank, on the CPU over gloo: 2 and 4 processes run every check one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Groups:
-    """Processes by the size of their group, made anew after a check that has lost some."""
+    """Process groups by size. A group that a check has broken is replaced."""
 
     def __init__(self) -> None:
         self._made = {world_size: ProcessGroup(world_size) for world_size in WORLD_SIZES}

@@ -273,7 +273,7 @@ def test_decode_equals_its_halves_over_steps(layout: Layout, tagged: bool) -> No
                 assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for comm in halves.comms:
         assert int(comm.errors) == 0 and not comm.recv[..., 32].any()
-        # The form that is not used was never written.
+        # Rows of the unused kind were never written.
         assert not (comm.recv if tagged else comm.tagged_recv).any()
         assert bool(comm.publish_generations.any()) is bool(comm.expected_generations.any()) is tagged
 
@@ -631,7 +631,7 @@ def test_an_output_of_none_is_refused(half: str) -> None:
 
 
 class Delegating:
-    """Receive storage whose fields are looked up anew each time."""
+    """Receive storage whose fields are looked up on every access."""
 
     def __init__(self, comm: MSAIcpComm) -> None:
         self.comm = comm

@@ -377,7 +377,7 @@ def make_parts(serving: Serving, parts: tuple[str, ...]) -> dict[str, Any]:
     + [("p128_tp2", form) for form in ("decode", "prefill")],
 )
 def test_steps_equal_the_brute_force(fake_graphs: FakeGraphs, layout: str, form: str) -> None:
-    """Over growing sequences and other segments, eager, captured and replayed layers alike; both parts or one alone."""
+    """Over growing sequences and other segments, in eager, captured and replayed layers; both parts or only one."""
     serving = Serving(LAYOUTS[layout], tagged=form != "legacy", length=LONG)
     graphs = serving.plan.layer_graphs()
     held = make_parts(serving, (form,) if form in ("decode", "prefill") else ("decode", "prefill"))
@@ -425,7 +425,7 @@ def test_a_layer_or_slot_that_comes_up_later_is_captured_then(fake_graphs: FakeG
 
 
 def test_other_keys_of_a_layer_are_captured_anew(fake_graphs: FakeGraphs) -> None:
-    """Equal keys at another place, in another shape or with another pitch are another K shard; both stay captured."""
+    """Equal keys at another address, in another shape or with another pitch are another K shard; both stay captured."""
     serving = Serving()
     graphs = serving.plan.layer_graphs(capture_after=0)
     decode = serving.decode_part()
@@ -468,7 +468,7 @@ def test_keys_of_one_place_with_another_pitch_are_captured_anew(fake_graphs: Fak
 
 
 def test_what_a_key_is_made_of(fake_graphs: FakeGraphs) -> None:
-    """Each buffer at another place, another exchange key, and a part more or less are another key; contents are not."""
+    """A buffer at another address, another exchange key or set of parts makes another key; new contents do not."""
     serving = Serving()
     graphs = serving.plan.layer_graphs(capture_after=0, max_keys=100)
     decode, prefill = serving.decode_part(), serving.prefill_part()
@@ -572,7 +572,7 @@ def test_a_step_goes_on_after_its_graphs_went(fake_graphs: FakeGraphs, way: str)
         if layer == 0 and way == "clear":
             graphs.clear()
         elif layer == 0:
-            graphs._keep("another key", layer_graphs._KeyGraphs({}, {}, query))
+            graphs._store("another key", layer_graphs._KeyGraphs({}, {}, query))
 
     serving.step(graphs, decode=decode, run=between)
     evicted = 0 if way == "clear" else 2  # this key by the other, and the other by this
@@ -787,7 +787,7 @@ def test_an_exchange_that_fails_is_the_callers(fake_graphs: FakeGraphs) -> None:
 
 
 def test_a_failed_capture_gives_its_slot_set_back(fake_graphs: FakeGraphs) -> None:
-    """Nothing of it has run, so the layer may be tried again in its place."""
+    """Nothing of the layer has run, so it may be tried again."""
     serving = Serving()
     graphs = serving.plan.layer_graphs(capture_after=0)
     held = make_parts(serving, ("decode", "prefill"))

@@ -201,7 +201,7 @@ def parameter(name: str, default: Any = inspect.Parameter.empty, kind: Any = ins
 )
 @pytest.mark.parametrize("version", ("0.7.4", "0.9.0"))
 def test_other_shapes(stand_in: Callable[..., ModuleType], function: Any, complaint: str, version: str) -> None:
-    """A FlashInfer whose functions are others is left alone, with a warning."""
+    """A FlashInfer with other functions is not changed, and a warning says why."""
     module = stand_in(version, msa_icp_merge_candidates=function)
     before = contents(module)
     with pytest.warns(RuntimeWarning) as warned:
@@ -308,7 +308,7 @@ def test_values_of_the_plugins_variable(
     prefer: str | None,
     imported: bool,
 ) -> None:
-    """They are preferences, or switch it off; where FlashInfer has not been imported, that is waited for."""
+    """They set the preference or switch the plugin off. The plugin waits until FlashInfer has been imported."""
     before = contents(stand_in())
     if not imported:
         monkeypatch.delitem(sys.modules, "flashinfer")
@@ -457,7 +457,7 @@ def what_is_registered() -> None:
 
 @check()
 def twice_is_once() -> None:
-    """A second registration changes the preference alone; unregistering twice, or without one, does nothing."""
+    """A second registration only changes the preference; unregistering twice, or without one, does nothing."""
     before = contents(fi())
     with no_warnings():
         flashinfer_msa.unregister()
@@ -500,7 +500,7 @@ def what_others_put_on_top() -> None:
 
 @check()
 def registered_again_after_a_reload() -> None:
-    """What a reload has put in place of ours is named, with what to do; then ours are back."""
+    """A warning names functions that a reload has replaced, and says what to do; then ours are back."""
     before = contents(fi())
     flashinfer_msa.register()
     ours = fi().msa_icp_merge_candidates
@@ -571,8 +571,8 @@ def errors_are_ours() -> None:
 
 @check()
 def calls_and_compiled_calls() -> None:
-    """What ``test_torch_compile`` has ``flashinfer_msa.msa_ops`` do, eager and in one graph, the functions here do."""
-    import test_torch_compile as compiled
+    """What ``test_compiled`` has ``flashinfer_msa.msa_ops`` do, eager and in one graph, the functions here do."""
+    import test_compiled as compiled
 
     flashinfer_msa.register()
     with warnings.catch_warnings(), patched(compiled, msa_ops=fi()):
@@ -587,7 +587,7 @@ def calls_and_compiled_calls() -> None:
 
 
 def prefill_step() -> Any:
-    from test_torch_compile import LAYOUT, PrefillProblem
+    from test_compiled import LAYOUT, PrefillProblem
 
     made = PrefillProblem.random(LAYOUT, query_lens=(40, 0, 70), kv_lens=(500, 0, 1500), padding=5)
     _ = made.segments, made.num_valid_pages

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument check: a bad argument is a ``ValueError`` that names it, and nothing has been written by then."""
+"""Every argument check: a bad argument raises a ``ValueError`` that names it, before anything is written."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Call:
-    """A call of a public function with valid arguments, and everything that it might write."""
+    """A call of a public function with valid arguments, and all that it can write."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -90,7 +90,7 @@ class Call:
         return self.function(**self.changed(changes))
 
     def __getitem__(self, argument: str) -> Any:
-        """An argument, or with a dot a field of one that is a plan."""
+        """An argument by its name, or a field of a plan by ``argument.field``."""
         name, _, part = argument.partition(".")
         return getattr(self.arguments[name], part) if part else self.arguments[name]
 
@@ -103,7 +103,7 @@ class Call:
         return values
 
     def images(self, **changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes within reach of the call with ``changes``, and a copy: all, of a planner's scratch the first."""
+        """Bytes that the call with ``changes`` can reach, and copies; only the first MiB of a planner's scratch."""
         reach = tensors_in([*self.changed(changes).values(), *self.arguments.values(), *self.watched])
         return [(image(tensor)[: 1 << 20], image(tensor)[: 1 << 20].clone()) for tensor in reach]
 
@@ -112,14 +112,17 @@ class Call:
         before = self.images(**changes)
         try:
             self(**changes)
+            fault = f"raised nothing instead of a ValueError that says {says!r}"
         except ValueError as error:
-            if not re.fullmatch(says, str(error), re.DOTALL):
-                return f"said {str(error)!r} instead of {says!r}"
+            fault = "" if re.fullmatch(says, str(error), re.DOTALL) else f"said {str(error)!r} instead of {says!r}"
         except Exception as error:
-            return f"raised {error!r} instead of a ValueError that says {says!r}"
-        else:
-            return f"raised nothing instead of a ValueError that says {says!r}"
-        return "" if all(torch.equal(now, then) for now, then in before) else "wrote something before it raised"
+            fault = f"raised {error!r} instead of a ValueError that says {says!r}"
+        if not fault and not all(torch.equal(now, then) for now, then in before):
+            fault = "wrote something before it raised"
+        if fault:
+            # The call may have run, so later cases get a fresh one.
+            refusing.cache_clear()
+        return fault
 
     def refuses(self, says: str, **changes: Any) -> None:
         """Assert a ``ValueError`` whose whole text matches ``says``, and that nothing was written."""
@@ -140,7 +143,7 @@ def problem_of(layout: str, tokens: int, query_len: int) -> DecodeProblem:
 
 @cache
 def planner_scratch() -> torch.Tensor:
-    """Scratch that all planners share, as the reference needs none."""
+    """Scratch that all planners share. The reference does not use it."""
     return torch.zeros(32 << 20, dtype=torch.uint8)
 
 
@@ -273,7 +276,7 @@ def make_prefill_call(operation: str, layout: str, tokens: int) -> Call:
 
 
 def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: int = 2, capacity: int = 8) -> Call:
-    """A valid call: ``name`` is the operation, with a trailing ``+`` for its tagged form."""
+    """A valid call: ``name`` is the operation, with a trailing ``+`` for tagged rows."""
     if name in PREFILL_CALLS:
         return make_prefill_call(name, layout, tokens)
     operation, tagged = name.rstrip("+"), name.endswith("+")
@@ -356,7 +359,7 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
 
 @cache
 def refusing(name: str) -> Call:
-    """A valid call for tests that only see it refuse. A refused call writes nothing, so they all share it."""
+    """A valid call for tests that only see it refuse. Refusals write nothing, so they share it until one fails."""
     return make_call(name)
 
 
@@ -475,7 +478,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         VALID,
         replace(CARRIER, name="carrier_view"),
     ),
-    # Without a pool, it is the scratch that is missing.
+    # Without a pool, the scratch is required.
     "fused_local": (VALID, replace(POOL, optional=True), replace(CARRIER, name="carrier_view")),
     "prefill_merge": (replace(RECV, name="received"), ANY_VALID, OUTPUT),
 }
@@ -535,7 +538,7 @@ def resized(tensor: torch.Tensor, axis: int, change: int) -> torch.Tensor:
 
 
 def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
-    """Everything that can be wrong with a tensor argument: an id, and what makes a bad value and the text it causes."""
+    """Everything that can be wrong with a tensor argument: a name, and what makes a bad value and its error."""
     for dtype in DTYPES:
         if dtype is not rule.dtype:
             says = re.escape(f"must be {rule.dtype}, was {dtype}")
@@ -630,9 +633,9 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rules in RULES.items() for rule in rules], ids=named)
 def test_bad_tensors_are_refused(name: str, rule: Rule) -> None:
-    call = refusing(name)
     faults = []
     for what, mutate in mutations(rule):
+        call = refusing(name)
         value, says = mutate(call[rule.name])
         faults.append((what, call.fault(f"{re.escape(rule.name)} {says}", **{rule.name: value})))
     assert_no_faults(faults)
@@ -666,7 +669,7 @@ ODD_TENSORS: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] =
     # Errors hold at least one count.
     ("publish", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
     ("merge", "errors", lambda a: a["errors"][:0], r"errors must have .*1.*\[0\]"),
-    # The two forms of rows.
+    # The two row kinds.
     ("merge", "expected_generations", lambda a: torch.zeros(2, 8).int(), "recv_slot must be .*int64, was .*int32"),
     ("merge+", "expected_generations", lambda a: None, "recv_slot must be .*int32, was .*int64"),
     ("merge+", "prefill", lambda a: True, "expected_generations must be None with prefill=True, was a tensor"),
@@ -740,7 +743,7 @@ def test_pdl_is_refused_for_an_exchanged_carrier() -> None:
     ),
 )
 def test_a_pending_negation_is_refused(name: str, argument: str) -> None:
-    # The memory of such a tensor holds other values than the tensor.
+    # The memory of such a tensor holds the negated values.
     call = refusing(name)
     says = f"{re.escape(argument)} must be .*, was .*negation.*"
     call.refuses(says, **{argument: torch._neg_view(call[argument])})
@@ -811,7 +814,7 @@ NUMBERS: dict[str, dict[str, tuple[int, int, str]]] = {
     "local": {f"window_plan.{name}": numbers for name, numbers in PLAN_FIELDS.items()},
 }
 DECODE_CALLS = ("score", "publish", "merge", "decode", "decode_publish", "decode_merge")
-# Between the lowest and the highest, but not allowed.
+# In range, but not allowed.
 HOLES = {"world_size": (3,), "tp": (3,), "page_size": (64, 192)}
 EVERY_NUMBER = [(name, argument) for name, numbers in NUMBERS.items() for argument in numbers]
 
@@ -929,7 +932,7 @@ def test_cake_refuses_tensors_that_are_not_on_a_cuda_device(name: str, tokens: i
 
 
 def wider(*extra: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives a tensor with strides larger than they need be: ``extra[k]`` elements more between slices of axis ``k``."""
+    """Returns a function that adds a gap of ``extra[k]`` elements between the slices of axis ``k`` of a tensor."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         strides, need = [1] * tensor.dim(), 1
@@ -994,7 +997,7 @@ def test_allowed_strides_change_no_result(name: str, argument: str, change: Call
     around = image(value).clone()
     plain()
     other(**{argument: value})
-    # Everything written is equal but for addresses, and nothing was written between the rows.
+    # All results are equal, and nothing was written between the rows.
     tokens = len(plain.arguments[argument])
     assert torch.equal(value[:tokens].view(torch.uint8), plain.arguments[argument].view(torch.uint8))
     start = torch.empty(0, dtype=value.dtype).set_(
@@ -1049,7 +1052,7 @@ def test_empty_calls_write_nothing(name: str) -> None:
     before = call.images()
     call()
     assert all(torch.equal(now, then) for now, then in before)
-    # They are checked like any other.
+    # Empty calls are checked like any other.
     for rule in RULES.get(name, ()):
         if rule.name.rpartition(".")[2] != "workspace":  # 256 MiB of doubles
             says = f"{re.escape(rule.name)} must be {rule.dtype}, was torch.float64"
@@ -1084,7 +1087,7 @@ def comm_mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
         yield "empty", lambda t: (t[:0], shape)
 
     def spread(t: torch.Tensor) -> tuple[Any, str]:
-        width = max(2, t.shape[-1])  # a single element is contiguous whatever its stride
+        width = max(2, t.shape[-1])  # a single element is always contiguous
         return torch.zeros(*t.shape[:-1], 2 * width, dtype=t.dtype)[..., ::2], r"must be contiguous, had .*\([0-9, ]*\)"
 
     yield "every second element", spread
@@ -1098,10 +1101,10 @@ def comm_mutations(rule: Rule) -> Iterator[tuple[str, Mutation]]:
 @pytest.mark.parametrize("name", ("decode", "decode+"), ids=("legacy", "tagged"))
 @pytest.mark.parametrize("rule", COMM_RULES, ids=named)
 def test_bad_receive_storage_is_refused(rule: Rule, name: str) -> None:
-    call = refusing(name)
-    comm, indexer = call["comm"], call.function.__self__  # type: ignore[attr-defined]
     faults = []
     for what, mutate in comm_mutations(rule):
+        call = refusing(name)
+        comm, indexer = call["comm"], call.function.__self__  # type: ignore[attr-defined]
         value, says = mutate(getattr(comm, rule.name))
         bad = replace(comm, **{rule.name: value})
         check = Call(indexer.check_comm, {"comm": bad}, call.watched)
@@ -1286,7 +1289,7 @@ def test_local_comm_takes_one_group_in_order() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
 def test_tensors_without_memory_are_refused() -> None:
-    """A fake or freed tensor has a shape and no address; a kernel would read from nowhere."""
+    """A fake or freed tensor has a shape but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     call = {
@@ -1315,7 +1318,7 @@ def test_tensors_without_memory_are_refused() -> None:
 
 
 def test_rows_may_lie_in_any_order() -> None:
-    """Receive rows and outputs only must not overlap: any permutation of their leading dimensions will do."""
+    """Receive rows and outputs may have their leading dimensions in any order, if rows do not overlap."""
     recv = torch.zeros(8, 2, 2, 33, dtype=torch.int32).permute(2, 1, 0, 3)
     recv[..., 16:32] = -1
     output = torch.zeros(2, 4, 16, dtype=torch.int32).transpose(0, 1)
@@ -1333,7 +1336,7 @@ def test_rows_may_lie_in_any_order() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """The facade takes what the functions take: any integer but a bool."""
+    """The facade and the functions accept every integer type except bool."""
     plan = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "rank": np.int64(1), "page_size": np.int32(128)})
     assert plan.rank == 1 and type(plan.page_size) is int
     assert msa_ops.msa_icp_decode_score_columns(np.int64(4096), 128) == 32
@@ -1511,7 +1514,7 @@ def test_pages_of_either_size_fit_their_own_indexer_alone() -> None:
     call, other = make_call("local", "p128_tp4"), make_call("local", "p256_tp4")
     says = "index_k must have {} rows a page, had {}"
     call.refuses(says.format(32, 64), index_k=other["index_k"])
-    # Half as many pages are needed, so the table is none of the causes.
+    # The other indexer needs half as many pages, so the block table is not the cause.
     other.refuses(says.format(64, 32), index_k=call["index_k"], block_table=call["block_table"])
 
 
@@ -1529,7 +1532,7 @@ def test_lists_have_a_column_a_page() -> None:
 
 
 def test_a_window_of_any_width_is_fused() -> None:
-    """Where a selection takes rows of fewer than 12288 columns."""
+    """A separate selection is limited to fewer than 12,288 columns."""
     call = make_call("fused_local")
     table = larger(call["block_table"], 0, 12288 - call["block_table"].shape[1])
     call(block_table=table, **{"window_plan.columns": 12288})
@@ -1563,7 +1566,7 @@ def test_a_pool_is_checked_for_short_windows_too(monkeypatch: pytest.MonkeyPatch
 
 
 def empty_window(segments: int, items: int) -> Call:
-    """A planner's call for segments without a token and a key, with room for so many items."""
+    """A planner's call for segments without a token and a key, with room for ``items`` items."""
     call = make_call("plan")
     for rule in SEGMENTS:
         call.arguments[rule.name] = torch.zeros(segments + (rule.name.endswith("offsets")), dtype=torch.int32)
@@ -1706,7 +1709,7 @@ def test_lengths_on_the_host_agree_on_the_segments(argument: str) -> None:
             {"qo_segment_lens": [32769 * 64], "kv_segment_lens": [65535 * 128], "qo_offset": [65535 * 128]},
             "kv_segment_lens must make at most 2147483647 block columns of all items, was 2147516415",
         ),
-        # Items that see less of the keys count for what they see.
+        # An item counts only the blocks that it sees.
         ({"qo_segment_lens": [32769 * 64], "kv_segment_lens": [65535 * 128], "qo_offset": [0]}, None),
     ),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from flashinfer_msa import last_fault, msa_ops
 from flashinfer_msa.abi.schema import FAULT_FIELDS
 from flashinfer_msa.aot.matrix import ARCHITECTURES
 from flashinfer_msa.manifest import DATA, CubinSet, Manifest, load_manifest, read_manifest
-from flashinfer_msa.runtime import fault, loader, native
+from flashinfer_msa.runtime import loader, native
 from flashinfer_msa.runtime.fault import Fault
 from flashinfer_msa.runtime.loader import Kernels
 
@@ -126,7 +126,7 @@ def test_a_manifest_of_odd_contents_says_what_to_do(tmp_path: Path, change: Call
 
 @pytest.mark.parametrize("kind", (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError, ValueError))
 def test_what_the_loader_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
-    """The launcher, which calls it, passes on a text alone."""
+    """The launcher calls the loader, and passes on only a text."""
     cause = OSError("no space")
 
     def fail(index: int) -> None:
@@ -138,7 +138,7 @@ def test_what_the_loader_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPat
         except BaseException as error:
             raise RuntimeError(str(error)) from None
 
-    monkeypatch.setattr(loader, "load_device", fail)
+    monkeypatch.setattr(native, "_device_loader", [fail])
     with pytest.raises(kind, match="on purpose") as caught:
         native.invoke(launch)
     assert caught.value.__cause__ is cause
@@ -231,7 +231,7 @@ def manifest_of(architectures: dict[str, tuple[int, int]], majors: Sequence[int]
     ("architectures", "capability", "expected"),
     (
         *((ALL, capability, name) for name, capability in ALL.items()),
-        # Architecture-specific code runs on its own capability alone, and nothing runs on an older or another major.
+        # Architecture-specific code runs only on its own capability; no code runs on an older or another major.
         (ALL, (9, 1), None),
         (ALL, (10, 1), None),
         (ALL, (10, 4), None),
@@ -536,7 +536,7 @@ def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # The call's tensors are on no CUDA device, like the second record: the first is another device's.
     record = Fault("merge", "tagged", None, None, 1, 0, 9, 4)
     records = [Fault("publish", "legacy", 0, 1, 1, 0, 9, 4, 5), record]
-    monkeypatch.setattr(fault, "faults", lambda: iter(records))
+    monkeypatch.setattr(native, "faults", lambda: iter(records))
 
     def operation(name: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -551,7 +551,7 @@ def test_a_call_after_a_fault_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an earlier wait on cuda:1 ran out" in str(caught.value.__cause__)
     # A bad argument is reported as one, fault or not.
     monkeypatch.undo()
-    monkeypatch.setattr(fault, "faults", lambda: iter(records))
+    monkeypatch.setattr(native, "faults", lambda: iter(records))
     with pytest.raises(ValueError, match=r"^output must be torch.int32, was torch.float32"):
         merge_nothing(output=torch.zeros(0, 2, 16))
 
@@ -595,9 +595,9 @@ def test_kernels_are_found_and_listed_without_optional_packages() -> None:
         for name in ("flashinfer", "jinja2", "ninja", "setuptools", "ziglang", "elftools"):
             sys.modules[name] = None  # importing it raises ImportError
         from flashinfer_msa import Fault, comm, last_fault, msa_ops
-        from flashinfer_msa.cli import main
+        from flashinfer_msa.cli.main import main
         from flashinfer_msa.runtime.loader import find_kernels
-        from flashinfer_msa.runtime.manifest import load_manifest
+        from flashinfer_msa.manifest import load_manifest
 
         manifest = load_manifest()
         assert manifest.sets and last_fault() is None

@@ -136,7 +136,7 @@ def test_what_is_left_of_the_use_before_shows(soak_script: ModuleType, world_siz
 @both_forms
 def test_rows_of_another_source_token_or_head_show(soak_script: ModuleType, tagged: bool) -> None:
     ranks = ranks_of(soak_script, 4, tagged)
-    owner = ranks[2]  # whose head 2 it is the turn of sources 0 and 2 in layer 0
+    owner = ranks[2]  # in layer 0, sources 0 and 2 hold the winners of its head 2
 
     for layer, other in enumerate([(2, 0, 0), (1, 0, 0), (0, 0, 1)]):
 

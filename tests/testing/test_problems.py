@@ -128,7 +128,7 @@ def test_brute_force_on_a_handmade_example(page_size: int) -> None:
     assert expected.bounds[1, 0, 0] == 4.0 and expected.bounds[1, 2, 0] == 0.0
 
     forced = brute_force_top16(handmade(page_size), init_blocks=1, local_blocks=2)
-    # Block 0 takes the place of block 9.
+    # Block 0 replaces block 9.
     assert forced.ids[0, 0].tolist() == [*range(8), *range(10, 16), 18, 19]
     assert forced.ids[1, 1].tolist() == [*range(14), 19, 20]
 
@@ -198,7 +198,7 @@ def test_compare_sees_a_near_tie(expected: Expected) -> None:
 )
 def test_compare_flags_a_wrong_row(expected: Expected, row: tuple[int, ...]) -> None:
     if row == tuple(range(1, 17)):
-        # Even where the forced block scores like the one that took its place.
+        # Even if the forced block scores like the one that replaced it.
         expected.scores[..., 0] = expected.scores[..., 16]
     assert compare(changed(expected, *row), expected) == Comparison(2, 1, 0, 1)
 
