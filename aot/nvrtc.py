@@ -8,6 +8,7 @@ It uses only the standard library, because NVRTC's output depends on what its pr
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -54,10 +55,13 @@ def compile_source(source: bytes, library: Path, options: list[str]) -> tuple[by
 def main() -> None:
     """Compile. The cubin is written only if that succeeds."""
     library, cubin, source = map(Path, sys.argv[1:4])
+    text, folder = source.read_bytes(), os.open(".", os.O_RDONLY)
+    os.chdir("/")  # NVRTC keeps the working folder's path in memory, so its output would depend on that too
     try:
-        content, log = compile_source(source.read_bytes(), library, sys.argv[4:])
+        content, log = compile_source(text, library, sys.argv[4:])
     except NvrtcError as error:
         raise SystemExit(str(error)) from None
+    os.fchdir(folder)
     print(log, file=sys.stderr)
     cubin.write_bytes(content)
 
