@@ -152,10 +152,10 @@ def test_a_circle_is_found() -> None:
 
 
 def test_contributors_are_shown_the_same_order() -> None:
-    """CONTRIBUTING lists the rooms in the order of this test."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    positions = [text.find(f"| `{room}") for rooms in ROOMS[:-1] for room in rooms]
-    assert -1 not in positions and positions == sorted(positions)
+    """CONTRIBUTING has the rooms in the order of this test."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    rooms = [room for names in ROOMS[:-1] for room in names]
+    assert ", ".join(f"`{room}`" for room in rooms) + "." in text
 
 
 PUBLIC = ("msa_ops", "indexer", "comm", "backends", "prefill.window", "integrations.flashinfer", "testing.problems")

@@ -1268,19 +1268,19 @@ def test_local_comm_takes_one_group_in_order() -> None:
     elsewhere = plan(rank=1)
     elsewhere.device = torch.device("meta")
     for plans, says in (
-        ([], r"plans must .*, was \[\]"),
-        ([first, 3], r"plans must .*, was .*3"),
-        (None, "plans must .*, was None"),
-        (3, "plans must .*, was 3"),
-        (first, "plans must .*, was .*MSAIcpIndexerPlan"),
-        ([first], r"plans must .*0 to 1.*\[0\]"),
-        ([second, first], r"plans must .*0 to 1.*\[1, 0\]"),
-        ([first, first], r"plans must .*0 to 1.*\[0, 0\]"),
-        ([first, second, plan()], r"plans must .*0 to 1.*\[0, 1, 0\]"),
-        ([first, plan(rank=1, world_size=4)], r"plans must agree on world_size, had \[2, 4\]"),
-        ([first, plan(rank=1, max_decode_tokens=9)], r"plans must agree on max_decode_tokens, had \[8, 9\]"),
-        ([first, plan(rank=1, page_size=256)], r"plans must agree on page_size, had \[128, 256\]"),
-        ([first, elsewhere], r"plans must .*were on \['cpu', 'meta'\]"),
+        ([], r"indexers must .*, was \[\]"),
+        ([first, 3], r"indexers must .*, was .*3"),
+        (None, "indexers must .*, was None"),
+        (3, "indexers must .*, was 3"),
+        (first, "indexers must .*, was .*MSAIcpIndexerPlan"),
+        ([first], r"indexers must .*0 to 1.*\[0\]"),
+        ([second, first], r"indexers must .*0 to 1.*\[1, 0\]"),
+        ([first, first], r"indexers must .*0 to 1.*\[0, 0\]"),
+        ([first, second, plan()], r"indexers must .*0 to 1.*\[0, 1, 0\]"),
+        ([first, plan(rank=1, world_size=4)], r"indexers must agree on world_size, had \[2, 4\]"),
+        ([first, plan(rank=1, max_decode_tokens=9)], r"indexers must agree on max_decode_tokens, had \[8, 9\]"),
+        ([first, plan(rank=1, page_size=256)], r"indexers must agree on page_size, had \[128, 256\]"),
+        ([first, elsewhere], r"indexers must .*were on \['cpu', 'meta'\]"),
     ):
         with pytest.raises(ValueError, match=f"^{says}"):
             local_comm(plans)
