@@ -72,17 +72,8 @@ def msa_icp_decode_index_score_sharded(
     """
     find_backend(backend).decode_score(
         DecodeScore(
-            index_q=index_q,
-            index_k=index_k,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            score_out=score_out,
-            rank=rank,
-            world_size=world_size,
-            page_size=page_size,
-            max_decode_query_len=max_decode_query_len,
-            decode_query_len=decode_query_len,
-            enable_pdl=enable_pdl,
+            *(index_q, index_k, block_table, seq_lens, score_out, rank, world_size, page_size),
+            *(max_decode_query_len, decode_query_len, enable_pdl),
         )
     )
 
@@ -150,22 +141,9 @@ def msa_icp_topk_select_publish(
     """
     find_backend(backend).select_publish(
         SelectPublish(
-            scores=scores,
-            num_valid_pages=num_valid_pages,
-            recv_bases=recv_bases,
-            errors=errors,
-            slot=slot,
-            rank=rank,
-            world_size=world_size,
-            heads_per_rank=heads_per_rank,
-            capacity=capacity,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            spin_limit=spin_limit,
-            enable_pdl=enable_pdl,
-            generations=generations,
-            index_scale=index_scale,
-            index_offset=index_offset,
+            *(scores, num_valid_pages, recv_bases, errors, slot, rank, world_size, heads_per_rank, capacity),
+            *(force_begin_blocks, force_end_blocks, spin_limit, enable_pdl, generations, index_scale),
+            *(index_offset,),
         )
     )
 
@@ -220,25 +198,9 @@ def msa_icp_decode_score_publish(
     """
     find_backend(backend).score_publish(
         ScorePublish(
-            index_q=index_q,
-            index_k=index_k,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            num_valid_pages=num_valid_pages,
-            pool=pool,
-            recv_bases=recv_bases,
-            errors=errors,
-            rank=rank,
-            world_size=world_size,
-            page_size=page_size,
-            decode_query_len=decode_query_len,
-            slot=slot,
-            capacity=capacity,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            spin_limit=spin_limit,
-            generations=generations,
-            enable_pdl=enable_pdl,
+            *(index_q, index_k, block_table, seq_lens, num_valid_pages, pool, recv_bases, errors, rank),
+            *(world_size, page_size, decode_query_len, slot, capacity, force_begin_blocks, force_end_blocks),
+            *(spin_limit, generations, enable_pdl),
         )
     )
 
@@ -301,16 +263,7 @@ def msa_icp_merge_candidates(
     """
     find_backend(backend).merge(
         Merge(
-            num_valid_pages=num_valid_pages,
-            output=output,
-            errors=errors,
-            init_blocks=init_blocks,
-            local_blocks=local_blocks,
-            spin_limit=spin_limit,
-            enable_pdl=enable_pdl,
-            prefill=prefill,
-            tagged=expected_generations is not None,
-            recv_slot=recv_slot,
-            expected_generations=expected_generations,
+            *(num_valid_pages, output, errors, init_blocks, local_blocks, spin_limit, enable_pdl, prefill),
+            *(expected_generations is not None, expected_generations, recv_slot),
         )
     )

@@ -123,20 +123,9 @@ def msa_icp_index_score_sharded_plan_device(
     RuntimeError
         If a launch fails, or the kernels are not resident while a graph is captured.
     """
-    call = PrefillPlan(
-        qo_segment_lens=qo_segment_lens,
-        kv_segment_lens=kv_segment_lens,
-        qo_segment_offsets=qo_segment_offsets,
-        kv_segment_offsets=kv_segment_offsets,
-        qo_offset=qo_offset,
-        packed_work_range=packed_work_range,
-        packed_work_info=packed_work_info,
-        workspace=workspace,
-        num_qo_heads=num_qo_heads,
-        total_q=total_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-    )
+    segments = (qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset)
+    work = (packed_work_range, packed_work_info, workspace)
+    call = PrefillPlan(*segments, *work, num_qo_heads, total_q, max_query_len, max_seq_len)
     find_backend(backend).prefill_plan(call)
     return call.plan()
 
@@ -212,18 +201,7 @@ def msa_icp_index_score_sharded(
     require_score_plan("plan", plan)
     implementation.prefill_score(
         PrefillScore(
-            q=q,
-            k=k,
-            block_table=block_table,
-            plan=plan,
-            rank=rank,
-            tp=tp,
-            max_score=max_score,
-            sm_scale=sm_scale,
-            initialize=initialize,
-            compact=compact,
-            enable_pdl=enable_pdl,
-            exact=exact,
+            *(q, k, block_table, plan, rank, tp, max_score, sm_scale, initialize, compact, enable_pdl, exact),
         )
     )
 
@@ -266,13 +244,8 @@ def msa_icp_topk_select_prefill(
     """
     find_backend(backend).select_prefill(
         SelectPrefill(
-            scores=scores,
-            num_valid_pages=num_valid_pages,
-            carrier=carrier,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            index_scale=index_scale,
-            index_offset=index_offset,
+            *(scores, num_valid_pages, carrier, force_begin_blocks, force_end_blocks, index_scale),
+            *(index_offset,),
         )
     )
 
@@ -340,19 +313,7 @@ def msa_icp_prefill_score_select(
     require_score_plan("plan", plan)
     implementation.prefill_score_select(
         PrefillScoreSelect(
-            q=q,
-            k=k,
-            block_table=block_table,
-            plan=plan,
-            rank=rank,
-            tp=tp,
-            num_valid_pages=num_valid_pages,
-            pool=pool,
-            carrier=carrier,
-            compact=compact,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            enable_pdl=enable_pdl,
-            exact=exact,
+            *(q, k, block_table, plan, rank, tp, num_valid_pages, pool, carrier, compact, force_begin_blocks),
+            *(force_end_blocks, enable_pdl, exact),
         )
     )
