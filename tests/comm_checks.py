@@ -228,7 +228,7 @@ def legacy_publisher_waits(rank: int) -> None:
 
 
 def waits_that_run_out(rank: int, tagged: bool) -> None:
-    """A wait for an idle peer ends by polls or by seconds with an error, in the facade and in the bare functions."""
+    """A wait for an idle peer ends by polls or by seconds with an error, in the indexer and in the bare functions."""
     setup = Setup()
     row_kind = "tagged" if tagged else "legacy"
     row = rf"the {row_kind} receive row 0 \(owned head 0\) of slot set 2"

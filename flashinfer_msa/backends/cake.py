@@ -31,7 +31,7 @@ from .storage import CheckedStorage, StorageTable
 
 
 def _require_resolved(name: str, plane: Any) -> None:
-    """Refuse a pending negation, which memory does not show. Public torch calls leave one on real parts alone."""
+    """Refuse a pending negation, which memory does not show. Public torch calls leave one only on real parts."""
     if isinstance(plane, torch.Tensor) and plane.is_neg():
         raise ValueError(f"{name} must be resolved, was a tensor with a pending negation")
 

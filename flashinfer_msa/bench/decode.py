@@ -128,7 +128,7 @@ class DecodeCase:
         return keys.nbytes + len(keys) * self.query_len * NUM_HEADS * 4
 
     def score(self, keys: torch.Tensor) -> None:
-        """Launch only the scorer, as a programmatic dependent like the facade."""
+        """Launch only the scorer, as a programmatic dependent like the indexer."""
         msa_ops.msa_icp_decode_index_score_sharded(
             self.index_q,
             keys,
@@ -335,7 +335,7 @@ def selection_rows(layouts: Sequence[Layout]) -> Iterator[Row]:
 
             def merge(c: DecodeCase = case, v: torch.Tensor = valid) -> None:
                 c.comm.expected_generations.zero_()
-                # The facade would refuse a slot set that repeats in a row.
+                # The indexer would refuse a slot set that repeats in a row.
                 msa_ops.msa_icp_merge_candidates(
                     c.comm.tagged_recv[0],
                     v,

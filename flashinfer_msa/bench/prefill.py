@@ -134,7 +134,7 @@ class PrefillCase:
         )
 
     def score(self, window: MSAIcpScorePlan, keys: torch.Tensor, accumulation: str = "tensor") -> None:
-        """Launch only the scorer, as the facade does."""
+        """Launch only the scorer, as the indexer does."""
         msa_ops.msa_icp_index_score_sharded(
             self.query,
             keys,
@@ -149,7 +149,7 @@ class PrefillCase:
         )
 
     def select(self) -> None:
-        """Launch only the selection, as the facade does."""
+        """Launch only the selection, as the indexer does."""
         columns = -(-self.shape["ctx"] // self.layout.page_size)
         msa_ops.msa_icp_topk_select_prefill(
             self.scratch[..., :columns],
@@ -167,7 +167,7 @@ class PrefillCase:
         )
 
     def fused(self, window: MSAIcpScorePlan, keys: torch.Tensor) -> None:
-        """Launch the fused chain, whatever the facade would choose for this many tokens."""
+        """Launch the fused chain, whatever the indexer would choose for this many tokens."""
         msa_ops.msa_icp_prefill_score_select(
             self.query,
             keys,

@@ -486,7 +486,7 @@ def _route(prefer: str, device: torch.device) -> Route:
     if prefer == "plugin":
         return Route("plugin", "it is preferred for every device")
     if device.type != "cuda":
-        return Route("plugin", "FlashInfer has kernels for CUDA devices alone")
+        return Route("plugin", "FlashInfer has kernels only for CUDA devices")
     capability = _capability(device)
     if capability is None:
         return Route("plugin", f"torch finds no device {device}")

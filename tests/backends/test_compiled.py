@@ -48,13 +48,13 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
 class Group:
     """Every rank of a group, its receive storage and its score planes."""
 
-    plans: list[MSAIcpIndexerPlan]
+    indexers: list[MSAIcpIndexerPlan]
     comms: list[MSAIcpComm]
     scores: list[torch.Tensor]
 
     @classmethod
     def make(cls, layout: Layout = LAYOUT) -> Group:
-        plans = group_indexers(
+        indexers = group_indexers(
             layout,
             ["cpu"],
             **BLOCKS,
@@ -66,10 +66,10 @@ class Group:
             num_sparse_layers=3,
             backend="torch",
         )
-        comms = local_comm(plans)
-        for plan, comm in zip(plans, comms, strict=True):
-            plan.check_comm(comm)
-        return cls(plans, comms, [torch.full(plan.decode_scores_shape(), -777.0) for plan in plans])
+        comms = local_comm(indexers)
+        for indexer, comm in zip(indexers, comms, strict=True):
+            indexer.check_comm(comm)
+        return cls(indexers, comms, [torch.full(indexer.decode_scores_shape(), -777.0) for indexer in indexers])
 
     def state(self) -> list[torch.Tensor]:
         """All that the decode chain writes beside its output."""
@@ -86,7 +86,7 @@ class Group:
     def publish(
         self, rank: int, step: DecodeProblem, shard: torch.Tensor, pool: torch.Tensor | None = None, **form: Any
     ) -> None:
-        self.plans[rank].decode_publish(
+        self.indexers[rank].decode_publish(
             step.index_q,
             shard,
             step.block_table,
@@ -117,7 +117,9 @@ def assert_all_equal(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-def facade_layers(group: Group, step: DecodeProblem, shards: list[torch.Tensor], *, tagged: bool) -> Callable[..., Any]:
+def indexer_layers(
+    group: Group, step: DecodeProblem, shards: list[torch.Tensor], *, tagged: bool
+) -> Callable[..., Any]:
     """A model of two layers that decodes as every rank, one of them with the fused chain."""
     pool = torch.empty(msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=16), dtype=torch.uint8)
 
@@ -127,8 +129,8 @@ def facade_layers(group: Group, step: DecodeProblem, shards: list[torch.Tensor],
         selected = []
         for layer in range(2):
             form = {"slot": (first_slot + layer) % 3, "tagged": tagged}
-            for rank, plan in enumerate(group.plans):
-                plan.decode_publish(
+            for rank, indexer in enumerate(group.indexers):
+                indexer.decode_publish(
                     now.index_q,
                     shards[rank],
                     now.block_table,
@@ -140,9 +142,9 @@ def facade_layers(group: Group, step: DecodeProblem, shards: list[torch.Tensor],
                     pool=None if layer == 0 else pool,
                     **form,
                 )
-            for rank, plan in enumerate(group.plans):
-                output = torch.empty(len(index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32)
-                plan.decode_merge(valid, output, comm=group.comms[rank], **form)
+            for rank, indexer in enumerate(group.indexers):
+                output = torch.empty(len(index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32)
+                indexer.decode_merge(valid, output, comm=group.comms[rank], **form)
                 selected.append(output)
         return selected
 
@@ -159,7 +161,7 @@ def test_decode_halves(layout: Layout, tagged: bool) -> None:
     step = problem(layout=layout)
     shards = [step.shard(rank) for rank in range(layout.world_size)]
     groups = [Group.make(layout), Group.make(layout)]
-    eager, ours = (facade_layers(group, step, shards, tagged=tagged) for group in groups)
+    eager, ours = (indexer_layers(group, step, shards, tagged=tagged) for group in groups)
     ours = compiled(ours)
     best = brute_force_top16(step, **BLOCKS).ids
     for i in range(4):
@@ -177,11 +179,11 @@ def test_decode_in_one_call() -> None:
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
     results = []
     for group, compile_ in zip(groups, (False, True), strict=True):
-        plan, comm, scores = group.plans[0], group.comms[0], group.scores[0]
+        indexer, comm, scores = group.indexers[0], group.comms[0], group.scores[0]
 
-        def layer(slot: int, plan: Any = plan, comm: Any = comm, scores: Any = scores) -> torch.Tensor:
-            output = torch.empty(len(step.index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32)
-            plan.decode(
+        def layer(slot: int, indexer: Any = indexer, comm: Any = comm, scores: Any = scores) -> torch.Tensor:
+            output = torch.empty(len(step.index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32)
+            indexer.decode(
                 step.index_q,
                 shards[0],
                 step.block_table,
@@ -210,12 +212,12 @@ def functions_chain(group: Group, step: DecodeProblem, shards: list[torch.Tensor
     pool = torch.empty(msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=16), dtype=torch.uint8)
 
     def chain(slot: int) -> list[torch.Tensor]:
-        for plan, comm, shard, scores in zip(group.plans, group.comms, shards, group.scores, strict=True):
-            size = {"rank": plan.rank, "world_size": plan.world_size}
+        for indexer, comm, shard, scores in zip(group.indexers, group.comms, shards, group.scores, strict=True):
+            size = {"rank": indexer.rank, "world_size": indexer.world_size}
             step_of = (step.index_q, shard, step.block_table, step.seq_lens)
             kind = {
                 "slot": slot,
-                "capacity": plan.max_decode_tokens,
+                "capacity": indexer.max_decode_tokens,
                 "generations": comm.publish_generations if tagged else None,
                 **FORCED,
             }
@@ -233,16 +235,16 @@ def functions_chain(group: Group, step: DecodeProblem, shards: list[torch.Tensor
                 step.num_valid_pages,
                 bases,
                 errors,
-                heads_per_rank=plan.heads_per_rank,
-                index_scale=plan.index_scale,
-                index_offset=plan.index_offset,
+                heads_per_rank=indexer.heads_per_rank,
+                index_scale=indexer.index_scale,
+                index_offset=indexer.index_offset,
                 backend="torch",
                 **size,
                 **kind,
             )
         outputs = []
-        for plan, comm in zip(group.plans, group.comms, strict=True):
-            output = torch.empty(len(step.index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32)
+        for indexer, comm in zip(group.indexers, group.comms, strict=True):
+            output = torch.empty(len(step.index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32)
             msa_ops.msa_icp_merge_candidates(
                 (comm.tagged_recv if tagged else comm.recv)[slot],
                 step.num_valid_pages,
@@ -274,19 +276,19 @@ def test_decode_functions(tagged: bool, fused: bool) -> None:
     assert_all_equal(groups[1].state(), groups[0].state())
 
 
-@pytest.mark.parametrize("chain", (facade_layers, functools.partial(functions_chain, fused=False)))
+@pytest.mark.parametrize("chain", (indexer_layers, functools.partial(functions_chain, fused=False)))
 def test_inductor_writes_in_place(chain: Callable[..., Any]) -> None:
     """No copies: peers store into the rows that a merge has been given, not into those of a copy."""
     step = problem()
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
     groups = [Group.make(), Group.make()]
     eager, ours = (chain(group, step, shards, tagged=True) for group in groups)
-    arguments = (step.index_q, step.block_table, step.seq_lens, 1) if chain is facade_layers else (1,)
+    arguments = (step.index_q, step.block_table, step.seq_lens, 1) if chain is indexer_layers else (1,)
     selected, (code,) = run_and_get_code(compiled(ours, "inductor"), *arguments)
     assert_all_equal(selected, eager(*arguments))
     assert_all_equal(groups[1].state(), groups[0].state())
     calls = re.findall(r"torch\.ops\.flashinfer_msa\.(\w+)\.default\(", code)
-    assert len(calls) == (8 if chain is facade_layers else 6)
+    assert len(calls) == (8 if chain is indexer_layers else 6)
     assert "copy" not in code and "clone" not in code and "async_compile.cpp" not in code
 
 
@@ -295,7 +297,7 @@ def test_batches_share_a_graph() -> None:
     step = problem((700, 1200, 90, 300))
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
     counter = CompileCounterWithBackend("aot_eager")
-    layers = facade_layers(Group.make(), step, shards, tagged=True)
+    layers = indexer_layers(Group.make(), step, shards, tagged=True)
     ours = compiled(layers, counter, dynamic=True)
     best = brute_force_top16(step, **BLOCKS).ids
     for i, batch in enumerate((4, 2, 3, 4, 2, 3)):
@@ -335,7 +337,7 @@ def test_order_of_a_graph() -> None:
 
     step = problem()
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
-    compiled(facade_layers(Group.make(), step, shards, tagged=True), keep)(
+    compiled(indexer_layers(Group.make(), step, shards, tagged=True), keep)(
         step.index_q, step.block_table, step.seq_lens, 0
     )
     (graph,) = graphs
@@ -436,14 +438,14 @@ def test_prefill_functions(step: PrefillProblem, planned: str) -> None:
 
 
 def test_fused_prefill_function(step: PrefillProblem) -> None:
-    plan, pool, shard = device_plan(step, plan_storage()), prefill_pool(), step.shard(1)
+    indexer, pool, shard = device_plan(step, plan_storage()), prefill_pool(), step.shard(1)
 
     def chain(carrier: torch.Tensor) -> None:
         msa_ops.msa_icp_prefill_score_select(
             step.index_q,
             shard,
             step.block_table,
-            plan,
+            indexer,
             step.num_valid_pages,
             pool,
             carrier,
@@ -463,34 +465,34 @@ def test_fused_prefill_function(step: PrefillProblem) -> None:
 
 @pytest.mark.parametrize("fused", (False, True), ids=("scratch", "pool"))
 @pytest.mark.parametrize("planned", ("inside", "outside"))
-def test_prefill_facade(step: PrefillProblem, fused: bool, planned: str) -> None:
+def test_prefill_of_the_indexer(step: PrefillProblem, fused: bool, planned: str) -> None:
     """The indexer's window plan, local part and merge in one graph, the exchange between them included."""
     shards = [step.shard(rank) for rank in range(LAYOUT.world_size)]
     segments, bounds, valid = step.segments, step.bounds, step.num_valid_pages
     pool = prefill_pool() if fused else None
 
-    def layer(plans: list[MSAIcpIndexerPlan], scratch: torch.Tensor, windows: list[Any]) -> list[torch.Tensor]:
+    def layer(indexers: list[MSAIcpIndexerPlan], scratch: torch.Tensor, windows: list[Any]) -> list[torch.Tensor]:
         carriers = []
-        for plan, shard, made in zip(plans, shards, windows, strict=True):
-            window = plan.prefill_window_plan(0, *segments, **bounds) if made is None else made
+        for indexer, shard, made in zip(indexers, shards, windows, strict=True):
+            window = indexer.prefill_window_plan(0, *segments, **bounds) if made is None else made
             carrier = torch.empty(NUM_HEADS, len(step.index_q), ROW_WORDS, dtype=torch.int32)
-            plan.prefill_local(
+            indexer.prefill_local(
                 step.index_q, shard, step.block_table, window, None if fused else scratch, valid, carrier, pool=pool
             )
             carriers.append(carrier)
         merged = []
-        for plan in plans:
-            output = torch.empty(len(step.index_q), plan.heads_per_rank, TOP_K, dtype=torch.int32)
-            plan.prefill_merge(exchange(carriers, plan), valid, output)
+        for indexer in indexers:
+            output = torch.empty(len(step.index_q), indexer.heads_per_rank, TOP_K, dtype=torch.int32)
+            indexer.prefill_merge(exchange(carriers, indexer), valid, output)
             merged.append(output)
         return [*carriers, *merged]
 
     results = []
     for run in (layer, compiled(layer)):
-        plans = Group.make().plans
+        indexers = Group.make().indexers
         inside = planned == "inside"
-        windows = [None if inside else plan.prefill_window_plan(0, *segments, **bounds) for plan in plans]
-        results.append(run(plans, torch.full(plans[0].prefill_scratch_shape(), -777.0), windows))
+        windows = [None if inside else indexer.prefill_window_plan(0, *segments, **bounds) for indexer in indexers]
+        results.append(run(indexers, torch.full(indexers[0].prefill_scratch_shape(), -777.0), windows))
     assert_all_equal(results[1], results[0])
     best = brute_force_top16(step, **BLOCKS).ids
     tokens = sum(step.query_lens)
@@ -526,8 +528,8 @@ def _given(call: Any) -> dict[str, Any]:
     given = {**call._asdict(), "backend": "torch"}
     for name in ("plan", "window_plan"):
         if name in given:
-            plan = given.pop(name)
-            given |= {f"{name}_tensors": list(plan.tensors()), f"{name}_numbers": list(plan.numbers())}
+            indexer = given.pop(name)
+            given |= {f"{name}_tensors": list(indexer.tensors()), f"{name}_numbers": list(indexer.numbers())}
     return given
 
 
@@ -599,7 +601,7 @@ def _chain_call() -> Any:
     now, group = problem(), Group.make()
     group.publish(1, now, now.shard(1), slot=2, tagged=True)
     KEEP.append(group)
-    storages, comm = group.plans[0]._storages, group.comms[0]
+    storages, comm = group.indexers[0]._storages, group.comms[0]
     half = (now.index_q, now.shard(0), now.block_table, now.seq_lens, group.scores[0], None, QUERY_LEN)
     call = calls.Decode(True, True, 2, True, False, now.num_valid_pages, *half, _output(len(now.index_q)))
     names = ("publish_generations", "expected_generations", "errors")
@@ -726,7 +728,7 @@ def test_eager_calls_are_no_operators() -> None:
     now, group = problem(), Group.make()
     shards = [now.shard(rank) for rank in range(LAYOUT.world_size)]
     with _Operators() as mode:
-        facade_layers(group, now, shards, tagged=True)(now.index_q, now.block_table, now.seq_lens, 0)
+        indexer_layers(group, now, shards, tagged=True)(now.index_q, now.block_table, now.seq_lens, 0)
         functions_chain(Group.make(), now, shards, tagged=True, fused=False)(0)
         assert mode.seen == []
         custom_ops._operators["prefill_merge"][0](**_exchanged_call())
@@ -739,7 +741,7 @@ def test_eager_calls_are_no_operators() -> None:
 def test_errors_of_arguments_from_compiled_code() -> None:
     """Arguments are checked where the operator runs, by the checks of eager calls, and nothing is written."""
     now, group = problem(), Group.make()
-    run = compiled(facade_layers(group, now, [now.shard(0)] * 2, tagged=True))
+    run = compiled(indexer_layers(group, now, [now.shard(0)] * 2, tagged=True))
     before = [tensor.clone() for tensor in group.state()]
     with pytest.raises(ValueError, match=r"index_q.*float8_e4m3fn"):
         run(now.index_q.to(torch.float16), now.block_table, now.seq_lens, 0)
@@ -747,7 +749,7 @@ def test_errors_of_arguments_from_compiled_code() -> None:
         run(now.index_q, now.block_table.long(), now.seq_lens, 0)
     with pytest.raises(ValueError, match="slot must be"):
         compiled(
-            lambda slot: group.plans[0].decode_merge(
+            lambda slot: group.indexers[0].decode_merge(
                 now.num_valid_pages, _output(len(now.index_q)), comm=group.comms[0], slot=slot, tagged=True
             )
         )(3)
@@ -757,17 +759,17 @@ def test_errors_of_arguments_from_compiled_code() -> None:
 def test_receive_storage_must_be_known() -> None:
     """Compiled code says what to do for receive storage that was never checked, and runs once it was."""
     now, group = problem(), Group.make()
-    group.comms = local_comm(group.plans)
+    group.comms = local_comm(group.indexers)
     shards = [now.shard(rank) for rank in range(LAYOUT.world_size)]
-    run = compiled(facade_layers(group, now, shards, tagged=True))
+    run = compiled(indexer_layers(group, now, shards, tagged=True))
     arguments = (now.index_q, now.block_table, now.seq_lens, 0)
     with pytest.raises(RuntimeError, match="call check_comm"):
         run(*arguments)
-    for plan, comm in zip(group.plans, group.comms, strict=True):
-        plan.check_comm(comm)
+    for indexer, comm in zip(group.indexers, group.comms, strict=True):
+        indexer.check_comm(comm)
     assert torch.equal(torch.cat(run(*arguments)[:2], 1), brute_force_top16(now, **BLOCKS).ids)
     # New storage is not known, even at the address of the old.
-    group.comms = local_comm(group.plans)
+    group.comms = local_comm(group.indexers)
     with pytest.raises(RuntimeError, match="call check_comm"):
         run(*arguments)
 
@@ -775,13 +777,13 @@ def test_receive_storage_must_be_known() -> None:
 def test_mark_static() -> None:
     group = Group.make()
     tensor = torch.zeros(1)
-    custom_ops.mark_static(group.plans[0], group.comms[0], tensor)
+    custom_ops.mark_static(group.indexers[0], group.comms[0], tensor)
     kept = graph_inputs(group)
     assert kept == {"order", "publish_generations", "expected_generations", "errors"}
 
 
 def graph_inputs(group: Group) -> set[str]:
-    """Which of the facade's own arguments are static in a graph."""
+    """Which of the indexer's own arguments are static in a graph."""
     static: set[str] = set()
 
     def note(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -791,9 +793,9 @@ def graph_inputs(group: Group) -> set[str]:
                 static.add(argument.name)
         return lambda *_: ()
 
-    plan, comm = group.plans[0], group.comms[0]
+    indexer, comm = group.indexers[0], group.comms[0]
     valid, output = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 16, dtype=torch.int32)
-    compiled(lambda: plan.decode_merge(valid, output, comm=comm, slot=0, tagged=True), note)()
+    compiled(lambda: indexer.decode_merge(valid, output, comm=comm, slot=0, tagged=True), note)()
     return static
 
 

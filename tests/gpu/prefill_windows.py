@@ -96,7 +96,7 @@ def with_ranges(plan: MSAIcpScorePlan, ranges: int) -> MSAIcpScorePlan:
 class Plane:
     """A strided score plane in poisoned storage, which shows every element that is written.
 
-    With ``aligned``, rows start at multiples of 16 bytes, as in a facade's scratch. Otherwise they do not.
+    With ``aligned``, rows start at multiples of 16 bytes, as in an indexer's scratch. Otherwise they do not.
     """
 
     def __init__(self, tokens: int, columns: int, *, aligned: bool = False) -> None:

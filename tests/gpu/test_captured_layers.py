@@ -128,7 +128,7 @@ class Serving:
         )
 
     def eager(self, layer: int, query: torch.Tensor, slot: int) -> None:
-        """Run rank 0's layer with the facade's own calls."""
+        """Run rank 0's layer with the indexer's own calls."""
         if self.has_decode:
             problem = replace(self.current, index_q=query[: self.decode_tokens])
             self.indexer.decode(

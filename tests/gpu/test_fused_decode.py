@@ -94,8 +94,8 @@ def test_receive_rows_equal_the_separate_chain(layout: Layout, name: str, query_
         assert_equal(fused, separate, "receive storage")
 
 
-def test_the_function_equals_the_facade(layout: Layout) -> None:
-    """`msa_icp_decode_score_publish` writes what the facade writes, with both row kinds."""
+def test_the_function_equals_the_indexer(layout: Layout) -> None:
+    """`msa_icp_decode_score_publish` writes what the indexer writes, with both row kinds."""
     problem = DecodeProblem.random(layout, seq_lens=lengths(5, 2000, 3), decode_query_len=2, device="cuda")
     group = Group.make(layout, tokens=10, max_model_len=2048)
     indexer, keys = group.indexers[1], problem.shard(1)

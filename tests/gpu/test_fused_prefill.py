@@ -232,7 +232,7 @@ def test_carriers_do_not_depend_on_the_ranges(layout: Layout, window: dict[str, 
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property: Callable[[str, int], None]
 ) -> None:
-    """The facade's chain with a pool and exact sums, in one window, equals the brute force except for near ties."""
+    """The indexer's chain with a pool and exact sums, in one window, equals the brute force except for near ties."""
     problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(

@@ -352,7 +352,7 @@ def test_selection_equals_the_reference() -> None:
 def test_output_equals_unsharded_top16(
     layout: Layout, window: dict[str, Any], forced: tuple[int, int], record_property
 ) -> None:
-    """The facade's chain in one window. Carrier rows equal the reference's selection of the kernel's own scores."""
+    """The indexer's chain in one window. Carrier rows equal the reference's selection of the kernel's own scores."""
     problem = make_problem(layout, without_padding(window))
     init_blocks, local_blocks = forced
     group = Group.make(

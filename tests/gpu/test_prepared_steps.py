@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared steps on a GPU: launch records, rebound to other queries and keys, equal the facade's methods."""
+"""Prepared steps on a GPU: launch records, rebound to other queries and keys, equal the indexer's methods."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facade: its attributes, shapes and sizes by formula, and its decode chain over steps on the CPU."""
+"""The indexer: its attributes, shapes and sizes by formula, and its decode chain over steps on the CPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_comm_layout(world_size: int, capacity: int) -> None:
     assert rows * 33 * 4 % 8 == 0
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
+# --- attributes -------------------------------------------------------------------------------------------------------
 
 
 def limits(layout: Layout, **changes: Any) -> dict[str, Any]:
@@ -147,13 +147,13 @@ def test_attributes_and_shapes(
         max_num_seqs=max_num_seqs,
         max_decode_tokens=tokens,
     )
-    plan = msa_ops.prepare_msa_icp_indexer(**given_limits)
-    assert {name: getattr(plan, name) for name in given_limits} == {**given_limits, "device": torch.device("cpu")}
-    assert plan.arch == "cpu"
-    assert plan.heads_per_rank == 4 // layout.world_size
+    indexer = msa_ops.prepare_msa_icp_indexer(**given_limits)
+    assert {name: getattr(indexer, name) for name in given_limits} == {**given_limits, "device": torch.device("cpu")}
+    assert indexer.arch == "cpu"
+    assert indexer.heads_per_rank == 4 // layout.world_size
     expected = (1, 0) if layout.page_size == 128 else (2, rank * 2 // layout.world_size)
-    assert (plan.index_scale, plan.index_offset) == expected
-    assert plan.comm_layout == msa_ops.msa_icp_comm_layout(layout.world_size, 4 // layout.world_size, tokens)
+    assert (indexer.index_scale, indexer.index_offset) == expected
+    assert indexer.comm_layout == msa_ops.msa_icp_comm_layout(layout.world_size, 4 // layout.world_size, tokens)
 
     def pitch_of(length: int) -> int:
         blocks = up(length, 128)
@@ -164,36 +164,38 @@ def test_attributes_and_shapes(
 
     pitch = pitch_of(max_model_len)
     columns = min(8192, up(max_model_len, 4 * layout.page_size) * 4)
-    assert plan.decode_score_columns == columns
-    assert plan.prefill_score_columns == pitch
-    assert plan.max_prefill_windows == up(batched, chunk_of(pitch))
-    assert plan.decode_scores_shape() == (tokens, 4, columns)
-    assert plan.prefill_scratch_shape() == (min(chunk_of(pitch), batched), 4, pitch)
+    assert indexer.decode_score_columns == columns
+    assert indexer.prefill_score_columns == pitch
+    assert indexer.max_prefill_windows == up(batched, chunk_of(pitch))
+    assert indexer.decode_scores_shape() == (tokens, 4, columns)
+    assert indexer.prefill_scratch_shape() == (min(chunk_of(pitch), batched), 4, pitch)
     other = pitch_of(other_len)
-    assert plan.prefill_scratch_shape(other_len) == plan.prefill_scratch_shape(max_seq_len=other_len)
-    assert plan.prefill_scratch_shape(other_len) == (min(chunk_of(other), batched), 4, other)
+    assert indexer.prefill_scratch_shape(other_len) == indexer.prefill_scratch_shape(max_seq_len=other_len)
+    assert indexer.prefill_scratch_shape(other_len) == (min(chunk_of(other), batched), 4, other)
     window = min(8192, batched)
-    assert plan.prefill_window_tokens() == window
-    assert plan.prefill_pool_shape() == ((up(window, 64) + max_num_seqs - 1) * 32 * KIB,)
-    assert plan.prefill_carrier_shape() == (2, 4, batched, 33)
+    assert indexer.prefill_window_tokens() == window
+    assert indexer.prefill_pool_shape() == ((up(window, 64) + max_num_seqs - 1) * 32 * KIB,)
+    assert indexer.prefill_carrier_shape() == (2, 4, batched, 33)
 
 
 @every_layout
 def test_nothing_is_fused_by_default_on_a_cpu(layout: Layout) -> None:
-    plan = prepare(layout)
-    assert plan.fused_decode_min_batch is None and plan.fused_prefill is False and plan.prefill_short_tokens == 0
-    assert layout.title in repr(plan) and "torch" in repr(plan) and "rank 0" in repr(plan)
-    plan.warmup()
+    indexer = prepare(layout)
+    assert (
+        indexer.fused_decode_min_batch is None and indexer.fused_prefill is False and indexer.prefill_short_tokens == 0
+    )
+    assert layout.title in repr(indexer) and "torch" in repr(indexer) and "rank 0" in repr(indexer)
+    indexer.warmup()
     for bad in (0, -1, True, 1.0, "1"):
         with pytest.raises(ValueError, match=f"^max_seq_len must .*was {bad!r}"):
-            plan.prefill_scratch_shape(bad)
+            indexer.prefill_scratch_shape(bad)
 
 
 @every_layout
 def test_a_measured_indexer_has_scratch_for_short_windows(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_tuning, "PREFILL", {("cpu", layout.name): PrefillTuning(fused=True, short_tokens=24)})
-    plan = prepare(layout)
-    assert plan.fused_prefill is True and plan.prefill_short_tokens == 24
+    indexer = prepare(layout)
+    assert indexer.fused_prefill is True and indexer.prefill_short_tokens == 24
     # No more than a window has, and none where a selection could not read the rows.
     assert prepare(layout, max_num_batched_tokens=9).prefill_short_tokens == 9
     widest = 12272 * layout.page_size
@@ -211,38 +213,38 @@ class Ranks:
     """All ranks of a group in this process, their storage, and calls for one rank at a time."""
 
     def __init__(self, layout: Layout, **changes: Any) -> None:
-        self.plans = [prepare(layout, rank=rank, **changes) for rank in range(layout.world_size)]
-        self.comms = local_comm(self.plans)
+        self.indexers = [prepare(layout, rank=rank, **changes) for rank in range(layout.world_size)]
+        self.comms = local_comm(self.indexers)
 
     def scores(self) -> torch.Tensor:
-        return torch.full(self.plans[0].decode_scores_shape(), torch.nan)
+        return torch.full(self.indexers[0].decode_scores_shape(), torch.nan)
 
     def inputs(self, problem: DecodeProblem, rank: int) -> tuple[torch.Tensor, ...]:
         shard = problem.shard(rank)
         return problem.index_q, shard, problem.block_table, problem.seq_lens, problem.num_valid_pages
 
     def output(self, problem: DecodeProblem) -> torch.Tensor:
-        return torch.full((len(problem.index_q), self.plans[0].heads_per_rank, 16), -7, dtype=torch.int32)
+        return torch.full((len(problem.index_q), self.indexers[0].heads_per_rank, 16), -7, dtype=torch.int32)
 
     def publish(self, rank: int, problem: DecodeProblem, slot: int, tagged: bool, **changes: Any) -> None:
         step = {"comm": self.comms[rank], "slot": slot, "tagged": tagged, "decode_query_len": problem.decode_query_len}
-        self.plans[rank].decode_publish(*self.inputs(problem, rank), self.scores(), **{**step, **changes})
+        self.indexers[rank].decode_publish(*self.inputs(problem, rank), self.scores(), **{**step, **changes})
 
     def merge(self, rank: int, problem: DecodeProblem, slot: int, tagged: bool, **changes: Any) -> torch.Tensor:
         output = self.output(problem)
         step = {"comm": self.comms[rank], "slot": slot, "tagged": tagged}
-        self.plans[rank].decode_merge(problem.num_valid_pages, output, **{**step, **changes})
+        self.indexers[rank].decode_merge(problem.num_valid_pages, output, **{**step, **changes})
         return output
 
     def decode(self, rank: int, problem: DecodeProblem, slot: int, tagged: bool, **changes: Any) -> torch.Tensor:
         output = self.output(problem)
         step = {"comm": self.comms[rank], "slot": slot, "tagged": tagged, "decode_query_len": problem.decode_query_len}
-        self.plans[rank].decode(*self.inputs(problem, rank), self.scores(), output, **{**step, **changes})
+        self.indexers[rank].decode(*self.inputs(problem, rank), self.scores(), output, **{**step, **changes})
         return output
 
     def whole(self, problem: DecodeProblem, slot: int, tagged: bool) -> torch.Tensor:
         """One layer on every rank, in halves."""
-        ranks = range(len(self.plans))
+        ranks = range(len(self.indexers))
         for rank in ranks:
             self.publish(rank, problem, slot, tagged)
         return torch.cat([self.merge(rank, problem, slot, tagged) for rank in ranks], dim=1)
@@ -295,7 +297,7 @@ def test_a_score_plane_larger_than_the_step_is_fine(tagged: bool) -> None:
     problem = DecodeProblem.random(layout, seq_lens=(3000, 700), decode_query_len=2)
     group.publish(1, problem, 0, tagged)
     output, plane = group.output(problem), group.scores()
-    group.plans[0].decode(
+    group.indexers[0].decode(
         *group.inputs(problem, 0), plane, output, comm=group.comms[0], slot=0, tagged=tagged, decode_query_len=2
     )
     assert torch.equal(output, brute_force_top16(problem, init_blocks=1, local_blocks=2).ids[:, :2])
@@ -303,19 +305,19 @@ def test_a_score_plane_larger_than_the_step_is_fine(tagged: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", (copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))), ids=("deep", "pickle")
+    "copied", (copy.deepcopy, lambda indexer: pickle.loads(pickle.dumps(indexer))), ids=("deep", "pickle")
 )
 def test_a_copy_is_an_indexer_of_the_same_limits(copied: Callable[[Any], Any]) -> None:
     """It knows nothing of the storage and the compiled code of the original."""
     ranks = Ranks(LAYOUTS["p256_tp4"], wait_seconds=2.5, accumulation="exact")
-    plans, plan = ranks.plans, ranks.plans[2]
-    plan.check_comm(ranks.comms[2])
-    other = copied(plan)
+    indexers, indexer = ranks.indexers, ranks.indexers[2]
+    indexer.check_comm(ranks.comms[2])
+    other = copied(indexer)
     names = set(inspect.signature(msa_ops.prepare_msa_icp_indexer).parameters)
-    assert len(names) == 17 and all(getattr(other, name) == getattr(plan, name) for name in names)
-    assert repr(other) == repr(plan) and other._work_range.data_ptr() != plan._work_range.data_ptr()
-    assert other._storages.handle != plan._storages.handle and other._storages._latest is None
-    other.check_comm(local_comm([*plans[:2], other, plans[3]])[2])
+    assert len(names) == 17 and all(getattr(other, name) == getattr(indexer, name) for name in names)
+    assert repr(other) == repr(indexer) and other._work_range.data_ptr() != indexer._work_range.data_ptr()
+    assert other._storages.handle != indexer._storages.handle and other._storages._latest is None
+    other.check_comm(local_comm([*indexers[:2], other, indexers[3]])[2])
 
 
 @pytest.mark.parametrize("where", (lambda: torch.device("meta"), torch.inference_mode), ids=("device", "inference"))
@@ -327,11 +329,11 @@ def test_the_callers_modes_do_not_matter(where: Callable[[], Any]) -> None:
     lens = torch.tensor([3, 2], dtype=torch.int32)
     with where():
         ranks = Ranks(problem.layout)
-        plans, comms = ranks.plans, ranks.comms
-        outputs = [torch.zeros(2, 2, 16, dtype=torch.int32, device="cpu") for _ in plans]
-        scores = torch.zeros(plans[0].decode_scores_shape(), device="cpu")
+        indexers, comms = ranks.indexers, ranks.comms
+        outputs = [torch.zeros(2, 2, 16, dtype=torch.int32, device="cpu") for _ in indexers]
+        scores = torch.zeros(indexers[0].decode_scores_shape(), device="cpu")
         steps = [
-            plan.prepare_decode_step(
+            indexer.prepare_decode_step(
                 problem.block_table,
                 problem.seq_lens,
                 valid,
@@ -341,7 +343,7 @@ def test_the_callers_modes_do_not_matter(where: Callable[[], Any]) -> None:
                 tagged=True,
                 decode_query_len=1,
             )
-            for plan, comm, output in zip(plans, comms, outputs, strict=True)
+            for indexer, comm, output in zip(indexers, comms, outputs, strict=True)
         ]
         for step, keys in zip(steps, shards, strict=True):
             step.publish(problem.index_q, keys, slot=0)
@@ -352,7 +354,7 @@ def test_the_callers_modes_do_not_matter(where: Callable[[], Any]) -> None:
         )
     assert torch.equal(torch.cat(outputs, 1), expected)
     assert host_plan.packed_work_info.any() and host_plan.packed_work_info.device.type == "cpu"
-    for tensor in (*vars(comms[0]).values(), *vars(plans[0]).values()):
+    for tensor in (*vars(comms[0]).values(), *vars(indexers[0]).values()):
         if isinstance(tensor, torch.Tensor):
             tensor.zero_()
 
@@ -388,9 +390,9 @@ def test_more_tokens_than_the_limit_are_refused_by_its_name(tagged: bool) -> Non
     plane = torch.zeros(4, 4, 12)
     step = {"comm": group.comms[0], "slot": 0, "tagged": tagged}
     with pytest.raises(ValueError, match=r"max_decode_tokens.*(3.*4|4.*3)"):
-        group.plans[0].decode_publish(*group.inputs(problem, 0), plane, **step, decode_query_len=2)
+        group.indexers[0].decode_publish(*group.inputs(problem, 0), plane, **step, decode_query_len=2)
     with pytest.raises(ValueError, match=r"max_decode_tokens.*(3.*4|4.*3)"):
-        group.plans[0].decode(*group.inputs(problem, 0), plane, group.output(problem), **step, decode_query_len=2)
+        group.indexers[0].decode(*group.inputs(problem, 0), plane, group.output(problem), **step, decode_query_len=2)
     with pytest.raises(ValueError, match=r"num_valid_pages must have at most .*3.*had 4"):
         group.merge(0, problem, 0, tagged)
     assert not any(map(touched, group.comms))
@@ -407,9 +409,9 @@ def touched(comm: MSAIcpComm) -> bool:
 
 @every_layout
 def test_local_comm_follows_the_layout(layout: Layout) -> None:
-    plans = Ranks(layout).plans
-    comms = local_comm(plans)
-    sizes = plans[0].comm_layout
+    indexers = Ranks(layout).indexers
+    comms = local_comm(indexers)
+    sizes = indexers[0].comm_layout
     for comm in comms:
         assert comm.recv.shape == sizes["legacy_shape"] and comm.recv.dtype == torch.int32
         assert comm.tagged_recv.shape == sizes["tagged_shape"] and comm.tagged_recv.dtype == torch.int64
@@ -423,20 +425,20 @@ def test_local_comm_follows_the_layout(layout: Layout) -> None:
         # The addresses stay good for as long as any one of the comms lives.
         held = [storage.data_ptr() for storage in comm.storages]
         assert held == comm.recv_bases.tolist() and not touched(comm)
-    for plan, comm in zip(plans, comms, strict=True):
-        plan.check_comm(comm)
+    for indexer, comm in zip(indexers, comms, strict=True):
+        indexer.check_comm(comm)
 
 
-def counted(plan: MSAIcpIndexerPlan, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The comms that ``plan`` checks from here on."""
+def counted(indexer: MSAIcpIndexerPlan, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The comms that ``indexer`` checks from here on."""
     seen: list[Any] = []
-    check = plan._storages.check
+    check = indexer._storages.check
 
     def counting(comm: Any) -> CheckedStorage:
         seen.append(comm)
         return check(comm)
 
-    monkeypatch.setattr(plan._storages, "check", counting)
+    monkeypatch.setattr(indexer._storages, "check", counting)
     return seen
 
 
@@ -444,7 +446,7 @@ def test_a_comm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["p128_tp2"]
     group = Ranks(layout)
     problem = DecodeProblem.random(layout, seq_lens=(300,), decode_query_len=1)
-    seen = counted(group.plans[0], monkeypatch)
+    seen = counted(group.indexers[0], monkeypatch)
     for step in range(4):
         group.publish(1, problem, step % 3, True)
         group.decode(0, problem, step % 3, True)
@@ -466,7 +468,7 @@ def test_a_changed_field_is_checked_again(monkeypatch: pytest.MonkeyPatch, name:
     problem = DecodeProblem.random(layout, seq_lens=(300,), decode_query_len=1)
     group.whole(problem, 0, False)
     comm = group.comms[0]
-    seen = counted(group.plans[0], monkeypatch)
+    seen = counted(group.indexers[0], monkeypatch)
     right = getattr(comm, name)
     for wrong in (right.to(torch.int16), right[None], None):
         for _ in range(2):  # a refusal is not remembered as a check
@@ -555,7 +557,7 @@ def test_the_fused_chain_publishes_the_same_rows(layout: Layout, tagged: bool) -
     valid = problem.num_valid_pages.clone()
     valid[5] = 0
     tokens = len(problem.index_q)
-    plans = group_indexers(
+    indexers = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,
@@ -568,14 +570,14 @@ def test_the_fused_chain_publishes_the_same_rows(layout: Layout, tagged: bool) -
         num_sparse_layers=2,
         backend="torch",
     )
-    plan, keys = plans[1], problem.shard(1)
+    indexer, keys = indexers[1], problem.shard(1)
     size = msa_ops.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
     pool = torch.full((size,), 255, dtype=torch.uint8)
     inputs = (problem.index_q, keys, problem.block_table, problem.seq_lens, valid)
-    separate, fused, function = (local_comm(plans) for _ in range(3))
+    separate, fused, function = (local_comm(indexers) for _ in range(3))
     form = {"slot": 1, "tagged": tagged, "decode_query_len": 2}
-    plan.decode_publish(*inputs, torch.empty(plan.decode_scores_shape()), comm=separate[1], **form)
-    plan.decode_publish(*inputs, None, comm=fused[1], pool=pool, **form)
+    indexer.decode_publish(*inputs, torch.empty(indexer.decode_scores_shape()), comm=separate[1], **form)
+    indexer.decode_publish(*inputs, None, comm=fused[1], pool=pool, **form)
     comm = function[1]
     msa_ops.msa_icp_decode_score_publish(
         *inputs,
@@ -604,7 +606,7 @@ def test_an_output_of_none_is_refused(half: str) -> None:
     """It would be a chain without a merge."""
     layout = LAYOUTS["p128_tp2"]
     problem = DecodeProblem.random(layout, seq_lens=[10], decode_query_len=1)
-    plans = group_indexers(
+    indexers = group_indexers(
         layout,
         ["cpu"],
         init_blocks=1,
@@ -617,16 +619,16 @@ def test_an_output_of_none_is_refused(half: str) -> None:
         num_sparse_layers=2,
         backend="torch",
     )
-    plan, comm = plans[0], local_comm(plans)[0]
+    indexer, comm = indexers[0], local_comm(indexers)[0]
     form = {"comm": comm, "slot": 0, "tagged": False}
     nothing: Any = None
     with pytest.raises(ValueError, match=r"^output must be a dense tensor, was None"):
         if half == "decode_merge":
-            plan.decode_merge(problem.num_valid_pages, nothing, **form)
+            indexer.decode_merge(problem.num_valid_pages, nothing, **form)
         else:
-            scores = torch.full(plan.decode_scores_shape(), 5.0)
+            scores = torch.full(indexer.decode_scores_shape(), 5.0)
             inputs = (problem.index_q, problem.shard(0), problem.block_table, problem.seq_lens, problem.num_valid_pages)
-            plan.decode(*inputs, scores, nothing, decode_query_len=1, **form)
+            indexer.decode(*inputs, scores, nothing, decode_query_len=1, **form)
     assert not any(storage.any() for storage in comm.storages)
 
 
@@ -644,14 +646,14 @@ def test_another_storage_behind_the_same_object_is_used() -> None:
     layout = LAYOUTS["p128_tp2"]
     group = Ranks(layout)
     problem = DecodeProblem.random(layout, seq_lens=(300,), decode_query_len=1)
-    plan, other = group.plans[0], local_comm(group.plans)
+    indexer, other = group.indexers[0], local_comm(group.indexers)
     comm = Delegating(group.comms[0])
     inputs = (problem.index_q, problem.shard(0), problem.block_table, problem.seq_lens, problem.num_valid_pages)
-    scores = torch.empty(plan.decode_scores_shape())
+    scores = torch.empty(indexer.decode_scores_shape())
     for now in (group.comms[0], other[0]):
         comm.comm = now
         assert not any(storage.any() for storage in now.storages)
-        plan.decode_publish(*inputs, scores, comm=comm, slot=0, tagged=False, decode_query_len=1)
+        indexer.decode_publish(*inputs, scores, comm=comm, slot=0, tagged=False, decode_query_len=1)
         assert all(storage.any() for storage in now.storages)
 
 
@@ -676,7 +678,7 @@ def test_receive_storage_must_be_memory(name: str, spoil: Callable[[torch.Tensor
     comm = group.comms[0]
     for _ in range(2):  # a refusal is not remembered as a check
         with pytest.raises(ValueError, match=rf"^comm\.{name} must "):
-            group.plans[0].check_comm(replace(comm, **{name: spoil(getattr(comm, name))}))
+            group.indexers[0].check_comm(replace(comm, **{name: spoil(getattr(comm, name))}))
 
 
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len"])

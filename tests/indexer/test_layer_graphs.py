@@ -117,9 +117,9 @@ class Serving:
 
     def __init__(self, layout: Layout = LAYOUTS["p128_tp2"], *, tagged: bool = True, length: int = SHORT) -> None:
         self.layout, self.tagged, self.length = layout, tagged, length
-        self.plans = group_indexers(layout, ["cpu"], **LIMITS)
-        self.plan = self.plans[0]
-        self.comms = local_comm(self.plans)
+        self.indexers = group_indexers(layout, ["cpu"], **LIMITS)
+        self.indexer = self.indexers[0]
+        self.comms = local_comm(self.indexers)
         self.draw = random.Random(0)
         self.generator = torch.Generator().manual_seed(0)
         decode = DecodeProblem.random(layout, seq_lens=[length] * BATCH, decode_query_len=QUERY_LEN)
@@ -191,12 +191,12 @@ class DecodePart:
         )
         self.block_table = serving.layers[0][0].block_table[:batch].clone()
         self.num_valid_pages = torch.zeros(self.tokens, dtype=torch.int32)
-        self.scores = torch.zeros(serving.plan.decode_scores_shape())
-        self.output = torch.zeros(self.tokens, serving.plan.heads_per_rank, TOP_K, dtype=torch.int32)
+        self.scores = torch.zeros(serving.indexer.decode_scores_shape())
+        self.output = torch.zeros(self.tokens, serving.indexer.heads_per_rank, TOP_K, dtype=torch.int32)
 
     def step(self) -> MSAIcpDecodeStep:
-        """Prepare the step anew, as a server does each time."""
-        return self.serving.plan.prepare_decode_step(
+        """Prepare a new step, as a server does each time."""
+        return self.serving.indexer.prepare_decode_step(
             self.block_table,
             self.seq_lens,
             self.num_valid_pages,
@@ -222,7 +222,7 @@ class DecodePart:
     def publish_peers(self, layer: int, query: torch.Tensor, slot: int) -> None:
         serving = self.serving
         for rank in range(1, serving.layout.world_size):
-            serving.plans[rank].decode_publish(
+            serving.indexers[rank].decode_publish(
                 query,
                 serving.keys[rank][layer],
                 self.block_table,
@@ -238,7 +238,7 @@ class DecodePart:
     def merge_peers(self, slot: int) -> None:
         serving = self.serving
         for rank in range(1, serving.layout.world_size):
-            serving.plans[rank].decode_merge(
+            serving.indexers[rank].decode_merge(
                 self.num_valid_pages,
                 torch.empty_like(self.output),
                 comm=serving.comms[rank],
@@ -247,7 +247,7 @@ class DecodePart:
             )
 
     def check(self, layer: int, query: torch.Tensor) -> None:
-        expected = brute_force_top16(self.problem(layer, query), **FORCED).ids[:, : self.serving.plan.heads_per_rank]
+        expected = brute_force_top16(self.problem(layer, query), **FORCED).ids[:, : self.serving.indexer.heads_per_rank]
         assert torch.equal(self.output, expected)
         self.output.fill_(-7)
 
@@ -257,17 +257,17 @@ class PrefillPart:
 
     def __init__(self, serving: Serving, tokens: int) -> None:
         self.serving, self.tokens, self.cut = serving, tokens, tokens * 2 // 3
-        plan, world_size = serving.plan, serving.layout.world_size
+        indexer, world_size = serving.indexer, serving.layout.world_size
         self.block_table = serving.layers[0][1].block_table.clone()
         self.segments = [
             [torch.zeros(n, dtype=torch.int32) for n in (SEGMENTS, SEGMENTS, SEGMENTS + 1, SEGMENTS + 1, SEGMENTS)]
             for _ in range(2)
         ]
         self.num_valid_pages = torch.zeros(tokens, dtype=torch.int32)
-        self.scratch = torch.zeros(tokens, *plan.prefill_scratch_shape()[1:])
+        self.scratch = torch.zeros(tokens, *indexer.prefill_scratch_shape()[1:])
         self.sends = [torch.zeros(NUM_HEADS, tokens, ROW_WORDS, dtype=torch.int32) for _ in range(world_size)]
-        self.received = torch.zeros(world_size, plan.heads_per_rank, tokens, ROW_WORDS, dtype=torch.int32)
-        self.output = torch.zeros(tokens, plan.heads_per_rank, TOP_K, dtype=torch.int32)
+        self.received = torch.zeros(world_size, indexer.heads_per_rank, tokens, ROW_WORDS, dtype=torch.int32)
+        self.output = torch.zeros(tokens, indexer.heads_per_rank, TOP_K, dtype=torch.int32)
         self.exchanges = 0
 
     def advance(self) -> None:
@@ -315,26 +315,26 @@ class PrefillPart:
             rows = self.rows(index)
             tokens = rows.stop - rows.start
             bounds = {"total_q": tokens, "max_query_len": tokens, "max_seq_len": self.serving.length}
-            plan = self.serving.plans[rank].prefill_window_plan(index, *self.segments[index], **bounds)
+            plan = self.serving.indexers[rank].prefill_window_plan(index, *self.segments[index], **bounds)
             planned.append((rows.start, rows.stop, self.block_table, plan))
         return planned
 
     def step(self) -> Any:
-        """Prepare the step anew, as a server does each time."""
-        return self.serving.plan.prepare_prefill_step(
+        """Prepare a new step, as a server does each time."""
+        return self.serving.indexer.prepare_prefill_step(
             self.windows(0), self.scratch, self.num_valid_pages, self.sends[0], self.received, self.output
         )
 
     def exchange(self) -> None:
         """What the all-to-all brings to rank 0."""
         self.exchanges += 1
-        self.received.copy_(exchange(self.sends, self.serving.plan))
+        self.received.copy_(exchange(self.sends, self.serving.indexer))
 
     def send_peers(self, layer: int, query: torch.Tensor) -> None:
         serving = self.serving
         for rank in range(1, serving.layout.world_size):
             for start, stop, block_table, plan in self.windows(rank):
-                serving.plans[rank].prefill_local(
+                serving.indexers[rank].prefill_local(
                     query[start:stop],
                     serving.keys[rank][layer],
                     block_table,
@@ -347,7 +347,7 @@ class PrefillPart:
     def check(self, layer: int, query: torch.Tensor) -> None:
         for index in range(2):
             expected = brute_force_top16(self.problem(layer, index, query), **FORCED).ids
-            assert torch.equal(self.output[self.rows(index)], expected[:, : self.serving.plan.heads_per_rank])
+            assert torch.equal(self.output[self.rows(index)], expected[:, : self.serving.indexer.heads_per_rank])
         for buffer in (self.output, self.received, *self.sends):
             buffer.fill_(-7)
 
@@ -379,7 +379,7 @@ def make_parts(serving: Serving, parts: tuple[str, ...]) -> dict[str, Any]:
 def test_steps_equal_the_brute_force(fake_graphs: FakeGraphs, layout: str, form: str) -> None:
     """Over growing sequences and other segments, in eager, captured and replayed layers; both parts or only one."""
     serving = Serving(LAYOUTS[layout], tagged=form != "legacy", length=LONG)
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     held = make_parts(serving, (form,) if form in ("decode", "prefill") else ("decode", "prefill"))
     for step in range(3):
         serving.step(graphs, **held)
@@ -392,7 +392,7 @@ def test_steps_equal_the_brute_force(fake_graphs: FakeGraphs, layout: str, form:
 @PARTS
 def test_a_cpu_runs_every_layer_eagerly(parts: tuple[str, ...]) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     held = make_parts(serving, parts)
     for step in range(3):
         serving.step(graphs, **held)
@@ -402,7 +402,7 @@ def test_a_cpu_runs_every_layer_eagerly(parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("capture_after", [0, 1, 3])
 def test_so_many_steps_of_a_key_run_eagerly(fake_graphs: FakeGraphs, capture_after: int) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=capture_after)
+    graphs = serving.indexer.layer_graphs(capture_after=capture_after)
     small, large = serving.decode_part(1), serving.decode_part(2)
     for step in range(capture_after + 2):
         # Steps of another key in between do not count.
@@ -414,7 +414,7 @@ def test_so_many_steps_of_a_key_run_eagerly(fake_graphs: FakeGraphs, capture_aft
 
 def test_a_layer_or_slot_that_comes_up_later_is_captured_then(fake_graphs: FakeGraphs) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     decode = serving.decode_part()
     serving.step(graphs, decode=decode)
     serving.uses += 1  # as with a number of layers that slot sets do not divide
@@ -427,7 +427,7 @@ def test_a_layer_or_slot_that_comes_up_later_is_captured_then(fake_graphs: FakeG
 def test_other_keys_of_a_layer_are_captured_anew(fake_graphs: FakeGraphs) -> None:
     """Equal keys at another address, in another shape or with another pitch are another K shard; both stay captured."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     decode = serving.decode_part()
     serving.step(graphs, decode=decode)
     original = list(serving.keys[0])
@@ -453,7 +453,7 @@ def test_other_keys_of_a_layer_are_captured_anew(fake_graphs: FakeGraphs) -> Non
 
 def test_keys_of_one_place_with_another_pitch_are_captured_anew(fake_graphs: FakeGraphs) -> None:
     serving = Serving(tagged=False)
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     part = serving.decode_part()
     pages, rows = serving.keys[0][0].shape[:2]
     storage = torch.zeros(pages, rows + 1, HEAD_DIM, dtype=torch.float8_e4m3fn)
@@ -470,7 +470,7 @@ def test_keys_of_one_place_with_another_pitch_are_captured_anew(fake_graphs: Fak
 def test_what_a_key_is_made_of(fake_graphs: FakeGraphs) -> None:
     """A buffer at another address, another exchange key or set of parts makes another key; new contents do not."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=100)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=100)
     decode, prefill = serving.decode_part(), serving.prefill_part()
     captured = 0
 
@@ -505,7 +505,7 @@ def test_what_a_key_is_made_of(fake_graphs: FakeGraphs) -> None:
 
 def test_the_least_recently_used_key_makes_room(fake_graphs: FakeGraphs) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(max_keys=2)
+    graphs = serving.indexer.layer_graphs(max_keys=2)
     a, b, c = (serving.decode_part() for _ in range(3))
 
     def run(part: DecodePart, eager: int = 0, captured: int = 0, replayed: int = 0, evicted: int = 0) -> None:
@@ -538,7 +538,7 @@ def test_graphs_keep_alive_what_they_read(fake_graphs: FakeGraphs, monkeypatch: 
         layer_graphs, "_capture", lambda launch, device, pool: (object(), lambda staging, index_q: None)
     )
     serving = Serving(tagged=False)
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
 
     def capture_layer(part: DecodePart) -> list[weakref.ref[Any]]:
         keys = serving.keys[0][0].clone()
@@ -561,7 +561,7 @@ def test_graphs_keep_alive_what_they_read(fake_graphs: FakeGraphs, monkeypatch: 
 def test_a_step_goes_on_after_its_graphs_went(fake_graphs: FakeGraphs, way: str) -> None:
     """Steps that have begun capture again what another step's key, or ``clear``, has taken away."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
     decode = serving.decode_part()
     serving.step(graphs, decode=decode)
     seen = []
@@ -583,7 +583,7 @@ def test_a_step_goes_on_after_its_graphs_went(fake_graphs: FakeGraphs, way: str)
 
 def test_clear_forgets_steps_too(fake_graphs: FakeGraphs) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     decode = serving.decode_part()
     for _ in range(2):
         serving.step(graphs, decode=decode)
@@ -602,7 +602,7 @@ def test_clear_forgets_steps_too(fake_graphs: FakeGraphs) -> None:
 def test_keys_that_never_come_again_do_not_add_up(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_graphs, "_MAX_SEEN_KEYS", 3)
     serving = Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     prefill = serving.prefill_part()
     kept = serving.decode_part()
     serving.step(graphs, decode=kept)
@@ -626,7 +626,7 @@ def test_a_query_written_in_place_is_not_copied(
 ) -> None:
     """``step.query`` is what the graphs read; other queries are copied there, wherever they lie."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     held = make_parts(serving, parts)
     copies = []
     copy = torch.Tensor.copy_
@@ -649,7 +649,7 @@ def test_a_query_written_in_place_is_not_copied(
 
 def test_a_query_buffer_of_inference_mode_serves_outside(fake_graphs: FakeGraphs) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     decode = serving.decode_part()
     with torch.inference_mode():
         serving.step(graphs, decode=decode)
@@ -661,7 +661,7 @@ def test_a_query_buffer_of_inference_mode_serves_outside(fake_graphs: FakeGraphs
 def test_a_wrong_layer_is_refused_before_anything_runs(fake_graphs: FakeGraphs, captured: bool) -> None:
     """Whether the layer has a graph or not: by the name of the argument, with nothing written or counted."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0 if captured else 9)
+    graphs = serving.indexer.layer_graphs(capture_after=0 if captured else 9)
     decode, prefill = serving.decode_part(), serving.prefill_part()
     held = {"decode": decode, "prefill": prefill}
     serving.step(graphs, **held)
@@ -707,7 +707,7 @@ def test_a_wrong_layer_is_refused_before_anything_runs(fake_graphs: FakeGraphs, 
 def test_a_tagged_slot_set_is_not_used_twice_in_a_row(fake_graphs: FakeGraphs, tagged: bool) -> None:
     """By replays as by eager layers, and before anything is launched. Legacy rows may be used again at once."""
     serving = Serving(tagged=tagged)
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     decode = serving.decode_part()
     serving.step(graphs, decode=decode)
     step = graphs.begin_step(decode=decode.step(), decode_tokens=decode.tokens)
@@ -740,7 +740,7 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row(fake_graphs: FakeGraphs, t
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_a_failed_capture_leaves_no_graph(fake_graphs: FakeGraphs, failure: BaseException) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     decode = serving.decode_part()
     serving.step(graphs, decode=decode)
     fake_graphs.failure = failure
@@ -758,7 +758,7 @@ def test_a_failed_capture_leaves_no_graph(fake_graphs: FakeGraphs, failure: Base
 
 def test_a_failed_capture_leaves_other_keys_alone(fake_graphs: FakeGraphs) -> None:
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0, max_keys=1)
+    graphs = serving.indexer.layer_graphs(capture_after=0, max_keys=1)
     decode, other = serving.decode_part(), serving.decode_part(1)
     serving.step(graphs, decode=decode)
     fake_graphs.failure = RuntimeError("no")
@@ -772,7 +772,7 @@ def test_a_failed_capture_leaves_other_keys_alone(fake_graphs: FakeGraphs) -> No
 def test_an_exchange_that_fails_is_the_callers(fake_graphs: FakeGraphs) -> None:
     """Eagerly or in a capture, its exception comes through and nothing is counted."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     prefill = serving.prefill_part()
 
     def broken() -> None:
@@ -789,7 +789,7 @@ def test_an_exchange_that_fails_is_the_callers(fake_graphs: FakeGraphs) -> None:
 def test_a_failed_capture_gives_its_slot_set_back(fake_graphs: FakeGraphs) -> None:
     """Nothing of the layer has run, so it may be tried again."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     held = make_parts(serving, ("decode", "prefill"))
     serving.step(graphs, **held)
 
@@ -812,7 +812,7 @@ def test_a_failed_capture_gives_its_slot_set_back(fake_graphs: FakeGraphs) -> No
 def test_a_caller_that_captures_gets_the_launches(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a capture nor a replay within a capture: the layers run eagerly into the caller's graph."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     held = make_parts(serving, ("decode", "prefill"))
     with caller_captures(monkeypatch):
         serving.step(graphs, **held)
@@ -834,14 +834,14 @@ def test_a_caller_that_captures_gets_the_launches(fake_graphs: FakeGraphs, monke
     + [("max_keys", wrong) for wrong in (0, -1, 1.0, True, None)],
 )
 def test_limits_are_checked(name: str, wrong: Any) -> None:
-    plan = Serving().plan
+    indexer = Serving().indexer
     with pytest.raises(ValueError, match=rf"^{name} must be .*was {wrong!r}"):
-        plan.layer_graphs(**{name: wrong})
+        indexer.layer_graphs(**{name: wrong})
 
 
 def test_begin_step_checks_its_arguments() -> None:
     serving, other = Serving(), Serving()
-    graphs = serving.plan.layer_graphs()
+    graphs = serving.indexer.layer_graphs()
     part, window = serving.decode_part(), serving.prefill_part()
     window.advance()
     decode, prefill = part.step(), window.step()
@@ -879,7 +879,7 @@ def test_begin_step_checks_its_arguments() -> None:
 def test_a_step_without_a_token_runs_eagerly(fake_graphs: FakeGraphs) -> None:
     """There is nothing to capture."""
     serving = Serving()
-    graphs = serving.plan.layer_graphs(capture_after=0)
+    graphs = serving.indexer.layer_graphs(capture_after=0)
     decode = serving.decode_part(0)
     for _ in range(2):
         serving.step(graphs, decode=decode)
@@ -887,6 +887,6 @@ def test_a_step_without_a_token_runs_eagerly(fake_graphs: FakeGraphs) -> None:
 
 
 def test_repr_says_what_it_is() -> None:
-    graphs = Serving(LAYOUTS["p256_tp4"]).plan.layer_graphs(capture_after=2, max_keys=3)
+    graphs = Serving(LAYOUTS["p256_tp4"]).indexer.layer_graphs(capture_after=2, max_keys=3)
     text = repr(graphs)
     assert "P256" in text and "capture_after=2" in text and "max_keys=3" in text and "0 keys" in text

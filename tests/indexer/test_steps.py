@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared steps against the facade's methods, on the CPU."""
+"""Prepared steps against the indexer's methods, on the CPU."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class DecodeRanks:
     """All ranks' decode steps over one problem."""
 
     def __init__(self, layout: Layout, **changes: Any) -> None:
-        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **LIMITS)
-        self.comms = local_comm(self.plans)
+        self.indexers = group_indexers(layout, ["cpu"] * layout.world_size, **LIMITS)
+        self.comms = local_comm(self.indexers)
         self.problem = DecodeProblem.random(layout, seq_lens=[700, 2900, 0], decode_query_len=2, device="cpu", seed=3)
         self.shards = [self.problem.shard(rank) for rank in range(layout.world_size)]
-        self.outputs = [torch.full((6, plan.heads_per_rank, 16), -7, dtype=torch.int32) for plan in self.plans]
+        self.outputs = [torch.full((6, indexer.heads_per_rank, 16), -7, dtype=torch.int32) for indexer in self.indexers]
         self.steps = [
-            plan.prepare_decode_step(
+            indexer.prepare_decode_step(
                 self.problem.block_table,
                 self.problem.seq_lens,
                 self.problem.num_valid_pages,
-                torch.zeros(plan.decode_scores_shape()),
+                torch.zeros(indexer.decode_scores_shape()),
                 output,
                 **{"comm": comm, "tagged": True, "decode_query_len": 2, "debug": False, **changes},
             )
-            for plan, comm, output in zip(self.plans, self.comms, self.outputs, strict=True)
+            for indexer, comm, output in zip(self.indexers, self.comms, self.outputs, strict=True)
         ]
 
     def layer(self, query: torch.Tensor, slot: int) -> None:
@@ -171,13 +171,13 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
         lambda: step.run(query, keys, slot=2),
         lambda: step.publish(query, keys, slot=2),
         lambda: step.require_slot(2),
-        lambda: ranks.plans[0].decode_publish(
+        lambda: ranks.indexers[0].decode_publish(
             query,
             keys,
             ranks.problem.block_table,
             ranks.problem.seq_lens,
             ranks.problem.num_valid_pages,
-            torch.zeros(ranks.plans[0].decode_scores_shape()),
+            torch.zeros(ranks.indexers[0].decode_scores_shape()),
             comm=ranks.comms[0],
             slot=2,
             tagged=True,
@@ -197,12 +197,12 @@ def test_a_tagged_slot_set_is_not_used_twice_in_a_row() -> None:
 def test_slots_of_numpy_are_slots(kind: type) -> None:
     ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True)
     query, keys, problem = ranks.problem.index_q, ranks.shards[0], ranks.problem
-    scores = torch.zeros(ranks.plans[0].decode_scores_shape())
+    scores = torch.zeros(ranks.indexers[0].decode_scores_shape())
 
     def publish(slot: Any) -> None:
         arguments = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
         form = {"comm": ranks.comms[0], "tagged": True, "decode_query_len": 2}
-        ranks.plans[0].decode_publish(query, keys, *arguments, slot=slot, **form)
+        ranks.indexers[0].decode_publish(query, keys, *arguments, slot=slot, **form)
 
     publish(kind(0))
     ranks.steps[0].publish(query, keys, slot=kind(1))
@@ -224,13 +224,13 @@ def test_what_holds_addresses_is_not_copied(copied: Callable[[Any], Any]) -> Non
 
 def test_each_comm_has_a_sequence_of_slot_sets() -> None:
     ranks = DecodeRanks(LAYOUTS["p128_tp4"], tagged=True)
-    others = local_comm(ranks.plans)
+    others = local_comm(ranks.indexers)
     query, problem = ranks.problem.index_q, ranks.problem
-    scores = torch.zeros(ranks.plans[0].decode_scores_shape())
+    scores = torch.zeros(ranks.indexers[0].decode_scores_shape())
 
     def publish(comms: list[MSAIcpComm], slot: int) -> None:
         arguments = (problem.block_table, problem.seq_lens, problem.num_valid_pages, scores)
-        ranks.plans[0].decode_publish(
+        ranks.indexers[0].decode_publish(
             query, ranks.shards[0], *arguments, comm=comms[0], slot=slot, tagged=True, decode_query_len=2
         )
 
@@ -272,11 +272,11 @@ def test_bad_tensors_of_a_decode_step_are_refused(place: int, value: Any) -> Non
     ranks = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True)
     problem = ranks.problem
     arguments: list[Any] = [problem.block_table, problem.seq_lens, problem.num_valid_pages]
-    arguments += [torch.zeros(ranks.plans[0].decode_scores_shape()), ranks.outputs[0]]
+    arguments += [torch.zeros(ranks.indexers[0].decode_scores_shape()), ranks.outputs[0]]
     arguments[place] = value
     name = ("block_table", "seq_lens", "num_valid_pages", "scores", "output")[place]
     with pytest.raises(ValueError, match=f"^{name} must "):
-        ranks.plans[0].prepare_decode_step(*arguments, comm=ranks.comms[0], tagged=True, decode_query_len=2)
+        ranks.indexers[0].prepare_decode_step(*arguments, comm=ranks.comms[0], tagged=True, decode_query_len=2)
 
 
 def test_debug_tells_what_has_changed() -> None:
@@ -292,14 +292,14 @@ def test_debug_tells_what_has_changed() -> None:
 
 
 def test_a_step_refuses_receive_storage_that_is_gone() -> None:
-    plans = group_indexers(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
-    comm = SimpleNamespace(**vars(local_comm(plans)[0]))
+    indexers = group_indexers(LAYOUTS["p128_tp2"], ["cpu"] * 2, **LIMITS)
+    comm = SimpleNamespace(**vars(local_comm(indexers)[0]))
     valid = torch.zeros(2, dtype=torch.int32)
-    step = plans[0].prepare_decode_step(
+    step = indexers[0].prepare_decode_step(
         torch.zeros(2, 4, dtype=torch.int32),
         torch.zeros(2, dtype=torch.int32),
         valid,
-        torch.zeros(plans[0].decode_scores_shape()),
+        torch.zeros(indexers[0].decode_scores_shape()),
         torch.zeros(2, 2, 16, dtype=torch.int32),
         comm=comm,
         tagged=True,
@@ -327,9 +327,9 @@ def test_the_key_tells_buffers_apart() -> None:
     same = {"comm": first.comms[0], "tagged": True, "decode_query_len": 2}
 
     def prepare(scores: torch.Tensor, output: torch.Tensor, **changes: Any) -> MSAIcpDecodeStep:
-        return first.plans[0].prepare_decode_step(*arguments, scores, output, **{**same, **changes})
+        return first.indexers[0].prepare_decode_step(*arguments, scores, output, **{**same, **changes})
 
-    scores = torch.zeros(first.plans[0].decode_scores_shape())
+    scores = torch.zeros(first.indexers[0].decode_scores_shape())
     key = prepare(scores, first.outputs[0]).key
     assert hash(key) == hash(prepare(scores, first.outputs[0]).key) and key == prepare(scores, first.outputs[0]).key
     assert len({step.key, second.steps[0].key, key}) == 3
@@ -347,15 +347,15 @@ class PrefillRanks:
     def __init__(self, layout: Layout, *, debug: bool = False, pooled: bool = False) -> None:
         # So long a model that a step's windows are of 128 tokens.
         limits = {**LIMITS, "max_model_len": 14_000_000}
-        self.plans = group_indexers(layout, ["cpu"] * layout.world_size, **limits)
+        self.indexers = group_indexers(layout, ["cpu"] * layout.world_size, **limits)
         self.problem = PrefillProblem.random(
             layout, query_lens=[40, 0, 3, 64], kv_lens=[700, 9, 1900, 64], padding=5, device="cpu", seed=1
         )
         self.shards = [self.problem.shard(rank) for rank in range(layout.world_size)]
         self.tokens = len(self.problem.index_q)
-        carriers = [torch.zeros(plan.prefill_carrier_shape(), dtype=torch.int32)[0] for plan in self.plans]
+        carriers = [torch.zeros(indexer.prefill_carrier_shape(), dtype=torch.int32)[0] for indexer in self.indexers]
         self.sends = [carrier[:, : self.tokens] for carrier in carriers]
-        sizes = [(plan.world_size, plan.heads_per_rank) for plan in self.plans]
+        sizes = [(indexer.world_size, indexer.heads_per_rank) for indexer in self.indexers]
         self.received = [torch.zeros(*size, self.tokens, ROW_WORDS, dtype=torch.int32) for size in sizes]
         self.outputs = [torch.full((self.tokens, size[1], 16), -7, dtype=torch.int32) for size in sizes]
         self.steps = [self.step(rank, debug=debug, pooled=pooled) for rank in range(layout.world_size)]
@@ -364,16 +364,16 @@ class PrefillRanks:
         """A rank's windows of up to 60 tokens."""
         windows, start = [], 0
         for number, part in enumerate(self.problem.windows(60)):
-            window_plan = self.plans[rank].prefill_window_plan(number, *part.segments, **part.bounds)
+            window_plan = self.indexers[rank].prefill_window_plan(number, *part.segments, **part.bounds)
             windows.append((start, start + len(part.index_q), part.block_table, window_plan))
             start += len(part.index_q)
         return windows
 
     def arguments(self, rank: int) -> dict[str, Any]:
-        plan = self.plans[rank]
+        indexer = self.indexers[rank]
         return {
             "windows": self.windows(rank),
-            "score_scratch": torch.zeros(plan.prefill_scratch_shape(2000)),
+            "score_scratch": torch.zeros(indexer.prefill_scratch_shape(2000)),
             "num_valid_pages": self.problem.num_valid_pages,
             "send": self.sends[rank],
             "received": self.received[rank],
@@ -381,17 +381,17 @@ class PrefillRanks:
         }
 
     def step(self, rank: int, *, debug: bool = False, pooled: bool = False) -> MSAIcpPrefillStep:
-        plan, arguments = self.plans[rank], self.arguments(rank)
+        indexer, arguments = self.indexers[rank], self.arguments(rank)
         if pooled:
             arguments["score_scratch"] = None
-            arguments["pool"] = torch.zeros(plan.prefill_pool_shape(), dtype=torch.uint8)
-        return plan.prepare_prefill_step(**arguments, debug=debug)
+            arguments["pool"] = torch.zeros(indexer.prefill_pool_shape(), dtype=torch.uint8)
+        return indexer.prepare_prefill_step(**arguments, debug=debug)
 
     def layer(self, query: torch.Tensor) -> None:
         for step, keys in zip(self.steps, self.shards, strict=True):
             step.local(query, keys)
-        for step, received, plan in zip(self.steps, self.received, self.plans, strict=True):
-            received.copy_(exchange(self.sends, plan))
+        for step, received, indexer in zip(self.steps, self.received, self.indexers, strict=True):
+            received.copy_(exchange(self.sends, indexer))
             step.merge()
 
     def require_right(self, query: torch.Tensor) -> None:
@@ -458,7 +458,7 @@ def test_bad_prefill_steps_are_refused(name: str, change: Callable[[Any], Any], 
     ranks = PrefillRanks(LAYOUTS["p128_tp2"])
     arguments = ranks.arguments(0)
     with pytest.raises(ValueError, match=f"^{says}"):
-        ranks.plans[0].prepare_prefill_step(**{**arguments, name: change(arguments[name])})
+        ranks.indexers[0].prepare_prefill_step(**{**arguments, name: change(arguments[name])})
 
 
 def test_prefill_layers_unlike_the_first_are_refused() -> None:
@@ -492,11 +492,11 @@ def test_debug_tells_what_has_changed_in_a_prefill_step() -> None:
 
 def test_the_key_tells_prefill_buffers_apart() -> None:
     ranks = PrefillRanks(LAYOUTS["p128_tp2"])
-    first = ranks.plans[0].prepare_prefill_step(**(arguments := ranks.arguments(0)))
-    assert first.key == ranks.plans[0].prepare_prefill_step(**arguments).key
+    first = ranks.indexers[0].prepare_prefill_step(**(arguments := ranks.arguments(0)))
+    assert first.key == ranks.indexers[0].prepare_prefill_step(**arguments).key
     shorter = {**arguments, "windows": arguments["windows"][:1]}
     other = {**arguments, "output": arguments["output"].clone()}
-    keys = [ranks.plans[0].prepare_prefill_step(**changed).key for changed in (shorter, other)]
+    keys = [ranks.indexers[0].prepare_prefill_step(**changed).key for changed in (shorter, other)]
     assert len({hash(key) for key in (first.key, *keys)}) == 3
 
 
@@ -516,7 +516,7 @@ def test_steps_are_not_for_compiled_code() -> None:
 
 def test_replays_of_a_captured_layer_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is captured its layers follow one another; afterwards the slot set of a replay is the caller's."""
-    limits = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True).plans[0].limits
+    limits = DecodeRanks(LAYOUTS["p128_tp2"], tagged=True).indexers[0].limits
     slots = SlotHistory(replace(limits, device=torch.device("cuda", 0)))
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

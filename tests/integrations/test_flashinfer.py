@@ -598,7 +598,7 @@ def prefill_step() -> Any:
 def indexers_are_ours() -> None:
     """An indexer and a host plan for the CPU are of our classes."""
     flashinfer_msa.register("flashinfer")
-    plan = fi().prepare_msa_icp_indexer(
+    indexer = fi().prepare_msa_icp_indexer(
         world_size=2,
         rank=0,
         num_index_heads=4,
@@ -614,7 +614,7 @@ def indexers_are_ours() -> None:
         device="cpu",
         backend="torch",
     )
-    assert type(plan) is msa_ops.MSAIcpIndexerPlan and plan.arch == "cpu"
+    assert type(indexer) is msa_ops.MSAIcpIndexerPlan and indexer.arch == "cpu"
     lens = torch.tensor([4], dtype=torch.int32)
     made = fi().msa_icp_index_score_sharded_plan(lens, lens, 4, qo_offset=lens - 4, backend="torch")
     assert type(made) is MSAIcpScorePlan

@@ -283,8 +283,8 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
     problem = problem_of(layout, tokens, query_len)
     shape, owned = problem.layout, problem.layout.heads_per_rank
     limits = {**LIMITS, "world_size": shape.world_size, "page_size": shape.page_size, "max_decode_tokens": capacity}
-    plans = [msa_ops.prepare_msa_icp_indexer(**{**limits, "rank": rank}) for rank in range(shape.world_size)]
-    comms = local_comm(plans)
+    indexers = [msa_ops.prepare_msa_icp_indexer(**{**limits, "rank": rank}) for rank in range(shape.world_size)]
+    comms = local_comm(indexers)
     score = {
         "index_q": problem.index_q,
         "index_k": problem.shard(0),
@@ -293,7 +293,7 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
     }
     valid, output = problem.num_valid_pages, torch.full((tokens, owned, 16), -7, dtype=torch.int32)
     plane = torch.full((tokens, 4, math.ceil(max(problem.block_table.shape[1], 1) / 4) * 4), 5.0)
-    facade = {"comm": comms[0], "slot": 1, "tagged": tagged, "enable_pdl": False}
+    common = {"comm": comms[0], "slot": 1, "tagged": tagged, "enable_pdl": False}
     if operation == "score":
         numbers = {
             "rank": 0,
@@ -350,11 +350,11 @@ def make_call(name: str, layout: str = "p128_tp2", tokens: int = 4, query_len: i
         return Call(msa_ops.msa_icp_merge_candidates, arguments, list(comms))
     if operation == "decode_merge":
         merge = {"num_valid_pages": valid, "output": output}
-        return Call(plans[0].decode_merge, {**merge, **facade}, list(comms))
-    arguments = {**score, "num_valid_pages": valid, "scores": plane, **facade, "decode_query_len": query_len}
+        return Call(indexers[0].decode_merge, {**merge, **common}, list(comms))
+    arguments = {**score, "num_valid_pages": valid, "scores": plane, **common, "decode_query_len": query_len}
     if operation == "decode":
-        return Call(plans[0].decode, {**arguments, "output": output}, list(comms))
-    return Call(plans[0].decode_publish, arguments, list(comms))
+        return Call(indexers[0].decode, {**arguments, "output": output}, list(comms))
+    return Call(indexers[0].decode_publish, arguments, list(comms))
 
 
 @cache
@@ -1122,12 +1122,12 @@ def test_the_halves_check_receive_storage_too(half: str) -> None:
 
 def test_tagged_rows_must_follow_the_legacy_rows() -> None:
     call = refusing("decode")
-    comm, plan = call.arguments["comm"], call.function.__self__  # type: ignore[attr-defined]
-    size = plan.comm_layout["tagged_offset_bytes"]
+    comm, indexer = call.arguments["comm"], call.function.__self__  # type: ignore[attr-defined]
+    size = indexer.comm_layout["tagged_offset_bytes"]
     elsewhere = replace(comm, tagged_recv=comm.tagged_recv.clone())
     says = rf"comm\.tagged_recv must follow comm\.recv in one storage, at {size} bytes, was"
     call.refuses(f"{says} in another storage", comm=elsewhere)
-    larger = torch.zeros(plan.comm_layout["storage_words"] + 2, dtype=torch.int32)
+    larger = torch.zeros(indexer.comm_layout["storage_words"] + 2, dtype=torch.int32)
     shifted = replace(
         comm,
         recv=larger[: size // 4].view(comm.recv.shape),
@@ -1135,7 +1135,7 @@ def test_tagged_rows_must_follow_the_legacy_rows() -> None:
     )
     call.refuses(f"{says} at {size + 8} bytes", comm=shifted)
     # An offset within a larger storage is fine.
-    plan.check_comm(
+    indexer.check_comm(
         replace(
             comm,
             recv=larger[2 : size // 4 + 2].view(comm.recv.shape),
@@ -1149,7 +1149,7 @@ def test_something_else_than_receive_storage_is_refused(comm: Any) -> None:
     refusing("decode").refuses(r"comm.* must be .*, was .*", comm=comm)
 
 
-# --- the facade's limits, the sizing functions, local_comm ------------------------------------------------------------
+# --- the indexer's limits, the sizing functions, local_comm -----------------------------------------------------------
 
 PREPARE: dict[str, tuple[Any, ...]] = {
     "world_size": (0, 1, 3, 5, 8, True, 2.0, "2", None, [2]),
@@ -1261,13 +1261,13 @@ def test_bad_sizes_are_refused(
 
 
 def test_local_comm_takes_one_group_in_order() -> None:
-    def plan(**changes: Any) -> Any:
+    def indexer(**changes: Any) -> Any:
         return msa_ops.prepare_msa_icp_indexer(**{**LIMITS, **changes})
 
-    first, second = plan(), plan(rank=1)
-    elsewhere = plan(rank=1)
+    first, second = indexer(), indexer(rank=1)
+    elsewhere = indexer(rank=1)
     elsewhere.device = torch.device("meta")
-    for plans, says in (
+    for indexers, says in (
         ([], r"indexers must .*, was \[\]"),
         ([first, 3], r"indexers must .*, was .*3"),
         (None, "indexers must .*, was None"),
@@ -1276,14 +1276,14 @@ def test_local_comm_takes_one_group_in_order() -> None:
         ([first], r"indexers must .*0 to 1.*\[0\]"),
         ([second, first], r"indexers must .*0 to 1.*\[1, 0\]"),
         ([first, first], r"indexers must .*0 to 1.*\[0, 0\]"),
-        ([first, second, plan()], r"indexers must .*0 to 1.*\[0, 1, 0\]"),
-        ([first, plan(rank=1, world_size=4)], r"indexers must agree on world_size, had \[2, 4\]"),
-        ([first, plan(rank=1, max_decode_tokens=9)], r"indexers must agree on max_decode_tokens, had \[8, 9\]"),
-        ([first, plan(rank=1, page_size=256)], r"indexers must agree on page_size, had \[128, 256\]"),
+        ([first, second, indexer()], r"indexers must .*0 to 1.*\[0, 1, 0\]"),
+        ([first, indexer(rank=1, world_size=4)], r"indexers must agree on world_size, had \[2, 4\]"),
+        ([first, indexer(rank=1, max_decode_tokens=9)], r"indexers must agree on max_decode_tokens, had \[8, 9\]"),
+        ([first, indexer(rank=1, page_size=256)], r"indexers must agree on page_size, had \[128, 256\]"),
         ([first, elsewhere], r"indexers must .*were on \['cpu', 'meta'\]"),
     ):
         with pytest.raises(ValueError, match=f"^{says}"):
-            local_comm(plans)
+            local_comm(indexers)
     assert len(local_comm(iter([first, second]))) == 2
 
 
@@ -1336,9 +1336,9 @@ def test_rows_may_lie_in_any_order() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """The facade and the functions accept every integer type except bool."""
-    plan = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "rank": np.int64(1), "page_size": np.int32(128)})
-    assert plan.rank == 1 and type(plan.page_size) is int
+    """The indexer and the functions accept every integer type except bool."""
+    indexer = msa_ops.prepare_msa_icp_indexer(**{**LIMITS, "rank": np.int64(1), "page_size": np.int32(128)})
+    assert indexer.rank == 1 and type(indexer.page_size) is int
     assert msa_ops.msa_icp_decode_score_columns(np.int64(4096), 128) == 32
 
 

@@ -319,18 +319,18 @@ def test_problems_that_share_a_cache_ask_the_same(layout: Layout) -> None:
 def test_an_exchange_brings_every_rank_its_heads(layout: Layout) -> None:
     limits = {"max_decode_tokens": 1, "max_decode_query_len": 1, "max_num_batched_tokens": 8, "max_num_seqs": 1}
     more = {"init_blocks": 0, "local_blocks": 1, "max_model_len": 128, "num_sparse_layers": 1, "backend": "torch"}
-    plans = group_indexers(layout, ["cpu"], **limits, **more)
+    indexers = group_indexers(layout, ["cpu"], **limits, **more)
     tokens, world = 3, layout.world_size
     carriers = [
         torch.tensor([[[source, head, t] + [0] * 30 for t in range(tokens)] for head in range(4)], dtype=torch.int32)
         for source in range(world)
     ]
-    for plan in plans:
-        received = exchange(carriers, plan)
+    for indexer in indexers:
+        received = exchange(carriers, indexer)
         assert received.shape == (world, 4 // world, tokens, 33)
         for source in range(world):
             for owned in range(4 // world):
-                head = plan.rank * (4 // world) + owned
+                head = indexer.rank * (4 // world) + owned
                 assert received[source, owned, :, :3].tolist() == [[source, head, t] for t in range(tokens)]
 
 
