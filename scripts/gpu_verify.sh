@@ -19,44 +19,9 @@ fi
 # Results of failed or interrupted parts are only for this run. Later runs find only the names of finished parts.
 status=0 rows=$out/bench.json
 
-# run_tests <name> <pytest arguments...> sets $report to its report, which has its final name if all tests pass.
-run_tests() {
-  local name=$1 failed=0
-  report=$out/$name.xml
-  [[ ! -f $report ]] || return 0
-  report=$out/$name.part.xml
-  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$report" "${@:2}" 2>&1 | tee "$out/$name.log" || failed=$?
-  case $failed in
-    0) mv "$report" "$out/$name.xml" && report=$out/$name.xml ;;
-    1) status=1 ;;
-    *) rm -f "$report" && status=1 ;;  # the report is incomplete
-  esac
-}
-run_tests tests
-tests=$report
-# Test the cubins for older drivers, which this driver can load too.
-FLASHINFER_MSA_DRIVER=12.9 FLASHINFER_MSA_TEST_SHAPES=small run_tests older
-older=$report
-
-# Check an installation of the wheel beside FlashInfer.
-install_rows=()
-if [[ -n $wheel ]] && "$python" -c 'import flashinfer' 2> /dev/null; then
-  "$python" scripts/gpu_install.py "$out/install.json" --wheel "$wheel" 2>&1 | tee "$out/install.log" || status=1
-  install_rows=(--bench "$out/install.json")
-fi
-if [[ ! -f $rows ]]; then
-  rows=$out/bench.part.json
-  rm -f "$rows"
-  if timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$rows" 2>&1 | tee "$out/bench.log"; then
-    mv "$rows" "$out/bench.json" && rows=$out/bench.json
-  else
-    status=1
-  fi
-fi
-
-# Under the sanitizer nothing is timed, so its tools run in parallel. If there are several GPUs, the slowest tool gets
-# its own. No kernel may spin under it. All tools check only our kernels, because the reference's would take minutes,
-# except initcheck, which must see every write.
+# Under the sanitizer nothing is timed, so its tools run in parallel, and beside the tests. If there are several GPUs, the
+# slowest tool gets its own. No kernel may spin under it. All tools check only our kernels, because the reference's would
+# take minutes, except initcheck, which must see every write.
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ours=(--kernel-name kns=msa_icp)
 tools=(memcheck racecheck synccheck initcheck)
@@ -87,11 +52,48 @@ for tool in "${tools[@]}"; do
   [[ $tool != synccheck ]] || options+=(--num-cuda-barriers 1024)
   sanitize "$tool" "${options[@]}" &
 done
+
+# run_tests <name> <pytest arguments...> sets $report to its report, which has its final name if all tests pass.
+run_tests() {
+  local name=$1 failed=0
+  report=$out/$name.xml
+  [[ ! -f $report ]] || return 0
+  report=$out/$name.part.xml
+  "$python" -m pytest tests/gpu -m gpu -q --junit-xml "$report" "${@:2}" 2>&1 | tee "$out/$name.log" || failed=$?
+  case $failed in
+    0) mv "$report" "$out/$name.xml" && report=$out/$name.xml ;;
+    1) status=1 ;;
+    *) rm -f "$report" && status=1 ;;  # the report is incomplete
+  esac
+}
+run_tests tests
+tests=$report
+# Test the cubins for older drivers, which this driver can load too.
+FLASHINFER_MSA_DRIVER=12.9 FLASHINFER_MSA_TEST_SHAPES=small run_tests older
+older=$report
+
+# Nothing runs beside the benchmark.
 for job in $(jobs -p); do wait "$job" || status=1; done
 for tool in "${tools[@]}"; do
   echo "== $tool"
   tail -n 4 "$out/$tool.log" || status=1
 done
+
+# Check an installation of the wheel beside FlashInfer.
+install_rows=()
+if [[ -n $wheel ]] && "$python" -c 'import flashinfer' 2> /dev/null; then
+  "$python" scripts/gpu_install.py "$out/install.json" --wheel "$wheel" 2>&1 | tee "$out/install.log" || status=1
+  install_rows=(--bench "$out/install.json")
+fi
+if [[ ! -f $rows ]]; then
+  rows=$out/bench.part.json
+  rm -f "$rows"
+  if timeout "${BENCH_SECONDS:-1800}" "$python" scripts/gpu_bench.py "$rows" 2>&1 | tee "$out/bench.log"; then
+    mv "$rows" "$out/bench.json" && rows=$out/bench.json
+  else
+    status=1
+  fi
+fi
 
 "$python" scripts/gpu_record.py --write single --junit "$tests" --older "$older" --bench "$rows" \
   "${install_rows[@]}" "${arguments[@]}"
